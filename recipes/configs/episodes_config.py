@@ -82,10 +82,12 @@ class EpisodeRunConfig(ActorCriticRunConfig):
             raise InvalidConfig(
                 f"{several} makes several rows of an episode, remax needs one: choose another advantage"
             )
-        if several == "--last-pictures":
-            self.rollout.check([f"{several} makes several rows of an episode, but one that continues later has one"])
         if self.engine == "vllm" and self.episodes.tokens is None:
             raise InvalidConfig("engine=vllm needs --tokens: it reserves room for the longest episode")
+
+    def _needs_own_prompts(self) -> list[str]:
+        few = "--last-pictures makes several rows of an episode, but one that continues later has one"
+        return [*super()._needs_own_prompts(), *([few] if self.episodes.last_pictures is not None else [])]
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, later_errors
-from recipes.options.config_file import CONFIG_FILE, ONCE, OPTIONS_FILE, file_values
+from recipes.options.config_file import ONCE, OPTIONS_FILE, file_values
 from recipes.options.help_text import help_text, show_help
 from recipes.options.names import CHANGEABLE, ENDED, FILE_ONLY, own_name
 from recipes.options.option_table import (
@@ -176,22 +176,18 @@ def _chosen_preset(presets: Mapping[str, Recipe], given: Mapping[str, Any]) -> R
 
 def _recorded(run_dir: str, presets: Mapping[str, Recipe], given: Mapping[str, Any]) -> Recipe:
     """The options with which the run in a directory began, but with functions from where the command line has them now."""
-    files = [Path(run_dir, name) for name in (OPTIONS_FILE, CONFIG_FILE)]
-    file = next((each for each in files if each.is_file()), None)
-    if file is None:
-        raise CheckpointError(f"--resume {run_dir}: there is no run, which has {OPTIONS_FILE} or {CONFIG_FILE}")
-    options = options_of(presets[TINY])
-    filled_in = [option.name for option in options if option.name.endswith(".total-steps")] * (file.name == CONFIG_FILE)
+    file = Path(run_dir, OPTIONS_FILE)
+    if not file.is_file():
+        raise CheckpointError(f"--resume {run_dir}: there is no run, which has {OPTIONS_FILE}")
     try:
-        recorded = file_values(file, options, (*ONCE, *filled_in))
+        recorded = file_values(file, options_of(presets[TINY]), ONCE)
     except InvalidConfig as error:
         raise InvalidConfig(
             f"{error}; a run of another command or version begins anew, from its weights: --model-path "
             f"{Path(run_dir, 'global_step_N', 'actor', 'huggingface')}"
         ) from error
     moved = {name: given[name] for name in NAMES_OF_AN_ALGORITHM if name in given}
-    usual = TINY if recorded.get("model-path") is None else ANY  # of a run that has recorded no preset
-    return built(_chosen_preset(presets, {"preset": usual} | recorded), recorded | moved)
+    return built(_chosen_preset(presets, recorded), recorded | moved)
 
 
 def _changes(given: Mapping[str, Any], default: Any) -> dict[str, Any]:

@@ -280,17 +280,12 @@ class CarryingRollout:
             data.pop(non_tensor_batch_keys=[OWNER])
             if left:
                 self._decode(left, following, 0, sampling, plan)
-            else:
-                self._decode_ahead(sampling, plan)
+            elif self.bound and self.apart and self.goes_on():  # those of the next step, which learns one update later
+                batch = len(self.loader.peek())
+                self._decode(batch, batch, 1, sampling, plan)
             if self.bound and not self.corrected:
                 data["old_log_probs"] = data["rollout_log_probs"]
             yield data
-
-    def _decode_ahead(self, sampling: SamplingParams, plan: Plan | None) -> None:
-        """Starts to decode the groups of the next step, which learns from them one update later, if that is allowed."""
-        if self.bound and self.apart and self.goes_on():
-            batch = len(self.loader.peek())
-            self._decode(batch, batch, 1, sampling, plan)
 
     def _decode(self, batch: int, wanted: int, age: int, sampling: SamplingParams, plan: Plan | None) -> None:
         """Starts to decode until ``wanted`` of the ``batch`` groups of a step are whole, if they are not.
@@ -300,19 +295,15 @@ class CarryingRollout:
         """
         version = self.updates() + 1
         at_a_time = ceil(AT_A_TIME * batch) if age < self.bound and self.goes_on() else batch
-        self._fill(at_a_time, sampling.n)
+        number = 0
+        while len(self.samples.since) < at_a_time:  # with samples of the next batches
+            self._add(owned(self.loader.peek(number), self._batches + number), sampling.n)
+            number += 1
         due = self.samples.due(version + age - self.bound, batch - wanted)
         wanted -= len(self.samples.whole)
         if wanted > 0 or due:
             samples = self.samples.begin(at_a_time, version)
             self._future = self.group.submit("advance", samples, sampling, max(wanted, 0), version, tuple(due), plan)
-
-    def _fill(self, groups: int, n: int) -> None:
-        """Adds samples of the next batches until there are so many groups."""
-        number = 0
-        while len(self.samples.since) < groups:
-            self._add(owned(self.loader.peek(number), self._batches + number), n)
-            number += 1
 
     def _add(self, prompts: DataProto, n: int) -> None:
         """Adds samples of those prompts that have not been added before, for an earlier step or by the same call."""

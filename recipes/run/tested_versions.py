@@ -1,25 +1,16 @@
 """Which versions of torch, transformers and vLLM were tested together; docs/versions.md says what was run on each."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-
-@dataclass(frozen=True)
-class Combination:
-    """Minor versions that were tested together: ``transformers`` from the first to the last, ``None`` without vLLM."""
-
-    torch: str
-    transformers: tuple[str, str]
-    vllm: str | None = None
-
-
-COMBINATIONS = (
-    Combination("2.13", ("5.16", "5.24")),
-    Combination("2.14", ("5.24", "5.24")),
-    Combination("2.11", ("5.17", "5.17"), "0.24"),
-    Combination("2.13", ("5.16", "5.19"), "0.32"),
+COMBINATIONS: tuple[dict[str, tuple[str, str]], ...] = (
+    {"torch": ("2.13", "2.13"), "transformers": ("5.16", "5.24")},
+    {"torch": ("2.14", "2.14"), "transformers": ("5.24", "5.24")},
+    {"torch": ("2.11", "2.11"), "transformers": ("5.17", "5.17"), "vllm": ("0.24", "0.24")},
+    {"torch": ("2.13", "2.13"), "transformers": ("5.16", "5.19"), "vllm": ("0.32", "0.32")},
 )
+"""The first and the last minor version of each package that were tested together."""
 
 
 def tell_untested_versions(engine: str) -> None:
@@ -42,14 +33,15 @@ def untested_versions(engine: str, installed: Mapping[str, str | None]) -> str |
     return f"{', '.join(f'{name} {found[name]}' for name in names)} were not tested together (docs/versions.md)"
 
 
-def _holds(tested: Combination, found: Mapping[str, str | None]) -> bool:
-    torch, transformers, vllm = (_minor(found.get(name)) for name in ("torch", "transformers", "vllm"))
-    first, last = map(_minor, tested.transformers)
-    return torch == _minor(tested.torch) and first <= transformers <= last and vllm in ((), _minor(tested.vllm))
+def _holds(tested: Mapping[str, tuple[str, str]], found: Mapping[str, Any]) -> bool:
+    return all(
+        name in tested and _minor(tested[name][0]) <= _minor(version) <= _minor(tested[name][1])
+        for name, version in found.items()
+    )
 
 
-def _minor(found: str | None) -> tuple[int, ...]:
-    return tuple(map(int, found.split("+")[0].split(".")[:2])) if found else ()
+def _minor(found: str) -> tuple[int, ...]:
+    return tuple(map(int, found.split("+")[0].split(".")[:2]))
 
 
 def _installed(name: str) -> str | None:

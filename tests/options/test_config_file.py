@@ -1,8 +1,7 @@
 """Options from a YAML file, from a preset and from a run's directory, and those that would do nothing."""
 
-import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,25 +118,12 @@ def test_the_file_of_a_run_gives_its_options_again(recipe, tmp_path):
     assert "resume" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
 
 
-@pytest.mark.slow
-def test_a_run_of_an_earlier_version_resumes_from_its_config_json(tmp_path):
-    began = grpo.parse(
-        ["--output-dir", str(tmp_path), "--preset", "any", "--model-path", "mine", "--optimizer.schedule", "linear"]
-    )
-    recorded = open_run_directory(began, {"optimizer": 1})
-    (tmp_path / "config.yaml").unlink()
-    resumed = grpo.parse(["--resume", str(tmp_path)])
-    assert resumed.optimizer.total_steps is None  # it was filled in, and is again
-    again = open_run_directory(resumed, {"optimizer": 1})
-    assert asdict(replace(again, run=recorded.run)) == asdict(recorded)
-
-
 def test_resuming_names_what_it_lacks(tmp_path):
     with pytest.raises(CheckpointError, match="there is no run"):
         grpo.parse(["--resume", str(tmp_path)])
     with pytest.raises(InvalidConfig, match="leave out --preset and --config"):
         grpo.parse(["--resume", str(tmp_path), "--preset", "tiny"])
-    (tmp_path / "config.json").write_text(json.dumps({"critic_optimizer": {"lr": 1}}))
+    (tmp_path / "config.yaml").write_text("critic-optimizer: {lr: 1}")
     with pytest.raises(InvalidConfig, match=r"there is no option 'critic-optimizer.lr'.* begins anew, .*huggingface"):
         grpo.parse(["--resume", str(tmp_path)])
     assert grpo.parse(["--resume", "--steps", "3"]).run.resume
@@ -216,18 +202,6 @@ def test_a_file_names_a_preset_that_the_command_line_overrides(tmp_path):
     assert grpo.parse([*given, "--preset", "3b"]).compute == grpo.PRESETS["3b"].compute
     with pytest.raises(InvalidConfig, match="--model-path needs --preset"):
         grpo.parse(written(tmp_path / "mine.yaml", "model-path: mine"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("given", "preset"), [("--preset any --model-path mine", "any"), ("--steps 7", "tiny")])
-def test_a_run_that_has_recorded_no_preset_resumes_with_its_own(given, preset, tmp_path):
-    began = grpo.parse([*given.split(), "--output-dir", str(tmp_path)])
-    open_run_directory(began)
-    file = tmp_path / "config.yaml"
-    file.write_text("".join(line for line in file.read_text().splitlines(True) if not line.startswith("preset")))
-    resumed = grpo.parse(["--resume", str(tmp_path)])
-    assert resumed == replace(began, run=replace(began.run, resume=True))
-    assert resumed.preset == preset
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,10 @@ def test_the_ends_of_each_combination_were_run():
     run = {(minor(row["torch"]), minor(row["transformers"]), row["vllm"] and minor(row["vllm"])) for row in RUN}
     without_vllm = {(torch, transformers) for torch, transformers, _ in run}
     for each in COMBINATIONS:
-        assert (each.torch, each.transformers[1], each.vllm) in run, each
-        assert (each.torch, each.transformers[0]) in without_vllm, each
+        (torch, last), (first, newest), (vllm, _) = each["torch"], each["transformers"], each.get("vllm", (None, None))
+        assert torch == last
+        assert (torch, newest, vllm) in run, each
+        assert (torch, first) in without_vllm, each
 
 
 def test_the_project_installs_nothing_newer_than_what_was_run_or_read():

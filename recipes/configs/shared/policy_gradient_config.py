@@ -117,9 +117,18 @@ class PolicyGradientConfig(RecipeConfig):
             raise InvalidConfig(f"{len(self.reward_weights)} reward_weights for {len(self.rewards)} rewards")
         engine_ranks(self.engine_options, self._ranks_with_engines)  # raises for a size that does not divide them
         self.sampling()  # raises for invalid sampling options
-        self.rollout.check_engine(self.engine_options, self.algorithm.correction)
-        if self.rollout.staleness is not None:  # asking the algorithm imports it
-            self.rollout.check(self._needs_own_prompts())
+        quantization = self.engine_options.get("quantization")
+        if quantization is not None and self.algorithm.correction == "none":
+            raise InvalidConfig(
+                f"engine_options quantization={quantization}: the engine then samples from another policy than the actor's, for "
+                "which the loss must correct: add --algorithm.correction token (or sequence, geometric)"
+            )
+        if self.rollout.staleness is not None and (
+            reasons := self._needs_own_prompts()
+        ):  # asking the algorithm imports it
+            raise InvalidConfig(
+                f"{'; '.join(reasons)}: leave out rollout.staleness, with which a step takes groups as they are whole"
+            )
         if self.run.keep_best == "loss":
             raise InvalidConfig("keep_best=loss: held-out responses have no loss; give keep-best: accuracy")
         if self.run.epochs is not None and not self.data.data_path:

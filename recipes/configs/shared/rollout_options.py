@@ -1,8 +1,7 @@
 """The options of rollouts: which samples are decoded when, what comes with them, and the limits of episodes."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dataproto.errors import InvalidConfig
 
@@ -41,22 +40,6 @@ class RolloutOptions:
     def at_a_time(self) -> float:
         """Groups that are decoded together at most, in batch sizes."""
         return AT_A_TIME if self.staleness else 1.0
-
-    def check_engine(self, options: Mapping[str, Any], correction: str) -> None:
-        """Raises `InvalidConfig` for further ``options`` of an engine that the algorithm does not fit."""
-        quantization = options.get("quantization")
-        if quantization is not None and correction == "none":
-            raise InvalidConfig(
-                f"engine_options quantization={quantization}: the engine then samples from another policy than the actor's, for "
-                "which the loss must correct: add --algorithm.correction token (or sequence, geometric)"
-            )
-
-    def check(self, reasons: Sequence[str]) -> None:
-        """Raises `InvalidConfig` if samples cannot be decoded ahead, for these ``reasons``."""
-        if self.staleness is not None and reasons:
-            raise InvalidConfig(
-                f"{'; '.join(reasons)}: leave out rollout.staleness, with which a step takes groups as they are whole"
-            )
 
 
 @dataclass(frozen=True)
