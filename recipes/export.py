@@ -49,9 +49,8 @@ def _write_model(config: ModelExportConfig, source: Path) -> None:
     copy_weights(str(source), family_of(model_config), draft, dtype, headless=(source / HEAD_FILE).exists())
     model_config.update({"dtype": dtype})
     model_config.save_pretrained(draft)
-    for (
-        file
-    ) in source.iterdir():  # tokenizer, processors, chat template, generation settings, the head of a reward model
+    # tokenizer, processors, chat template, generation settings, the head of a reward model
+    for file in source.iterdir():
         if not file.match("model*.safetensors*") and not (draft / file.name).exists():
             shutil.copy2(file, draft / file.name)
     write_options(draft, config)

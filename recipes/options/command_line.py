@@ -126,7 +126,7 @@ def parse_recipe(
         InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
     options = options_of(presets[TINY])
-    given = read(arguments, recipe_options(presets), prog)
+    given = read(arguments, recipe_options(presets))
     show_help_if_asked(arguments, recipe_options(presets, given.get("preset", TINY)), description, prog)
     if "change" in given:
         given |= _changes(given, presets[TINY])
@@ -229,14 +229,13 @@ def parse_config(arguments: Sequence[str], default: Config, description: str | N
     Raises:
         InvalidConfig: an unknown, ill-typed or idle option, or an impossible combination, in one line.
     """
-    options = options_of(default)
-    shared = [CONFIG, TRACEBACK] if any(not option.positional for option in options) else [TRACEBACK]
-    show_help_if_asked(arguments, [*shared, *options], description, prog)
-    given = read(arguments, [*shared, *options], prog)
+    options = [CONFIG, TRACEBACK, *options_of(default)]
+    show_help_if_asked(arguments, options, description, prog)
+    given = read(arguments, options)
     if missing := [option.name.upper() for option in options if option.positional and option.name not in given]:
         raise InvalidConfig(f"{prog} needs {' and '.join(missing)}")
     if given.get("config"):
-        given = joined(file_values(Path(given["config"]), options), given)
+        given = joined(file_values(Path(given["config"]), options_of(default)), given)
     return over(default, given)
 
 
@@ -293,7 +292,7 @@ def joined(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
     return {**first, **then, **{name: {**(first.get(name) or {}), **value} for name, value in mappings.items()}}
 
 
-def read(arguments: Sequence[str], options: Sequence[Option], prog: str = "") -> dict[str, Any]:
+def read(arguments: Sequence[str], options: Sequence[Option]) -> dict[str, Any]:
     """The values of a command line by the names of their options.
 
     Raises:

@@ -1,5 +1,6 @@
 """A configuration as a file: YAML with the names of the command line, or the ``config.json`` of a run."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -85,17 +86,10 @@ def config_as_yaml(config: Any) -> str:
         if option.positional:
             comments += f"# {option.name.upper()}: {option.default}\n"
         elif option.name not in ONCE:
-            value = None if option.path in open_names else _plain(option.default)
+            value = None if option.path in open_names else option.default
             (nested.setdefault(group, {}) if group else nested)[name] = value
+    nested = json.loads(json.dumps(nested, default=str))  # paths as texts, tuples as lists
     return HEADER + comments + yaml.safe_dump(nested, sort_keys=False, allow_unicode=True)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_plain(each) for each in value]
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    return str(value) if isinstance(value, Path) else value
 
 
 def file_values(path: Path, options: Sequence[Option], without: Sequence[str] = ()) -> dict[str, Any]:

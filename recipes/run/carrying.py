@@ -54,9 +54,8 @@ PARTS = 4
 class CarriedSamples:
     """The samples that a run has not learned from: they wait, have begun, or have finished before their group."""
 
-    unfinished: DataProto | None = (
-        None  # a row for each sample: its prompt's columns, `OCCURRENCE`, `BEGUN` and `DEALT`
-    )
+    unfinished: DataProto | None = None
+    """A row for each sample: its prompt's columns, `OCCURRENCE`, `BEGUN` and `DEALT`."""
     finished: DataProto | None = None  # rollout rows, with `OCCURRENCE`
     since: dict[str, int] = field(default_factory=dict)
     """The number of the weights that each group began with, 0 for one that waits, by uid in the order of the data."""
@@ -105,9 +104,8 @@ class CarriedSamples:
         """Takes what became of the samples of `begin`. Returns the error of the engine, if it failed at one of them."""
         assert self.unfinished is not None
         names = list(zip(found["uid"], found[OCCURRENCE], strict=True))
-        first = {
-            name: row for row, name in reversed(list(enumerate(names)))
-        }  # of each sample; an episode may have several
+        # the first row of each sample; an episode may have several
+        first = {name: row for row, name in reversed(list(enumerate(names)))}
         asked = self.unfinished[self.places]
         told = found[[first[name] for name in zip(asked["uid"], asked[OCCURRENCE], strict=True)]]
         errors = [

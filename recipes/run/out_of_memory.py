@@ -26,10 +26,8 @@ def naming_options(config: RecipeConfig, longest: int) -> Iterator[None]:
     """
     try:
         yield
-    except (
-        RuntimeError,
-        InvalidConfig,
-    ) as error:  # torch's own, `WorkerFailed` of another process, and vLLM's at its start
+    except (RuntimeError, InvalidConfig) as error:
+        # torch's own, `WorkerFailed` of another process, and vLLM's at its start
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, OutOfMemory) or not any(sign in text for sign in SIGNS):
             raise

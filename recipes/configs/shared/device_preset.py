@@ -86,9 +86,8 @@ def fitting(default: Config, asked: Config, machine: Machine) -> Config:
 def _refuse_what_is_too_large(default: Config, asked: Config, machine: Machine) -> None:
     tried = [replace(asked, compute=replace(asked.compute, **each)) for each in _choices(default, asked)]
     engine = engine_bytes(asked) if asked.engine == "vllm" else 0
-    needed = min(
-        max(resting_bytes(each) + engine, training_bytes(each)) for each in tried
-    )  # to generate, and to update
+    # to generate, and to update
+    needed = min(max(resting_bytes(each) + engine, training_bytes(each)) for each in tried)
     if needed <= machine.memory:
         return
     compute, degrees = asked.compute, [asked.layout.dp * times for times in (2, 4, 8)]

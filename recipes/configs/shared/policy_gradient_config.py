@@ -123,9 +123,8 @@ class PolicyGradientConfig(RecipeConfig):
                 f"engine_options quantization={quantization}: the engine then samples from another policy than the actor's, for "
                 "which the loss must correct: add --algorithm.correction token (or sequence, geometric)"
             )
-        if self.rollout.staleness is not None and (
-            reasons := self._needs_own_prompts()
-        ):  # asking the algorithm imports it
+        # asking the algorithm imports it
+        if self.rollout.staleness is not None and (reasons := self._needs_own_prompts()):
             raise InvalidConfig(
                 f"{'; '.join(reasons)}: leave out rollout.staleness, with which a step takes groups as they are whole"
             )
