@@ -27,7 +27,7 @@ from recipes.run.preferences import (
     pair_metrics,
     preference_task,
 )
-from recipes.run.supervised import SupervisedTask, run_supervised, sent
+from recipes.run.supervised import SupervisedTask, learn_from, run_supervised, sent
 from rollout.answers import Grouping
 from workers import Roles
 
@@ -44,12 +44,7 @@ def dpo_step(
     metrics: dict[str, float] = {}
     rows, kl = compared(roles, rows, reference, metrics)
     loss = partial(preference_loss, config=config, kl=kl)
-    with timed(metrics, "update_actor"):
-        updated = roles.actor.update_and_score(sent(rows), loss, aggregation="seq-mean-token-mean")
-    rows["actor_log_probs"] = updated.scores
-    metrics |= updated.metrics
-    metrics["train/loss"] = metrics.pop("actor/loss")
-    return rows, metrics
+    return rows, metrics | learn_from(roles, rows, loss, "seq-mean-token-mean")
 
 
 def compared(

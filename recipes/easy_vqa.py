@@ -64,7 +64,9 @@ def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
     if found is None or found[0] < config.sft.steps:
         print(f"supervised phase: {config.sft.steps} steps of {config.sft.batch_size} answered questions")
         resume = config.run.resume and (directory / SFT).exists()
-        model_path = config.model_path or str(tiny_reader(directory / MODEL, config.run.seed, rows, resume))
+        model_path = config.model_path or str(
+            tiny_model(directory / MODEL, config.run.seed, resume, TINY_MODEL, rows.texts())
+        )
         shared = {each.name: getattr(config, each.name) for each in fields(RecipeConfig)}
         run = replace(config.run, steps=config.sft.steps, epochs=None, resume=resume, overwrite=False)
         run = replace(run, eval_every=0, eval_first=False, keep_best=None, output_dir=directory / SFT)
@@ -72,11 +74,6 @@ def supervised_checkpoint(config: EasyVQAConfig, rows: EasyVQA) -> Path:
         phase = SupervisedConfig(**shared | {"model_path": model_path})
         run_supervised(phase, lambda _, path: supervised_task(config, rows, path))
     return directory.absolute() / SFT / f"global_step_{config.sft.steps}" / "actor" / "huggingface"
-
-
-def tiny_reader(path: Path, seed: int, rows: EasyVQA, resumed: bool = False) -> Path:
-    """A small Qwen2.5-VL with random weights whose tokenizer has the words of easy-VQA, made unless a resumed run has it."""
-    return tiny_model(path, seed, resumed, TINY_MODEL, rows.texts())
 
 
 def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> SupervisedTask:

@@ -37,24 +37,19 @@ def export_model(config: ModelExportConfig) -> Path:
     with locked(config.output, "choose another output", inside=False):
         if config.output.exists():
             raise InvalidConfig(f"{config.output} exists already")
-        _write_model(config, source)
+        model_config, dtype = AutoConfig.from_pretrained(source), getattr(torch, config.dtype)
+        draft = config.output.with_name(f".{config.output.name}.partial")  # so that the model is whole or not there
+        shutil.rmtree(draft, ignore_errors=True)
+        copy_weights(str(source), family_of(model_config), draft, dtype, headless=(source / HEAD_FILE).exists())
+        model_config.update({"dtype": dtype})
+        model_config.save_pretrained(draft)
+        # tokenizer, processors, chat template, generation settings, the head of a reward model
+        for file in source.iterdir():
+            if not file.match("model*.safetensors*") and not (draft / file.name).exists():
+                shutil.copy2(file, draft / file.name)
+        write_options(draft, config)
+        draft.rename(config.output)
     return config.output
-
-
-def _write_model(config: ModelExportConfig, source: Path) -> None:
-    """Writes the model of ``source`` to ``config.output``, whole or not at all."""
-    model_config, dtype = AutoConfig.from_pretrained(source), getattr(torch, config.dtype)
-    draft = config.output.with_name(f".{config.output.name}.partial")
-    shutil.rmtree(draft, ignore_errors=True)
-    copy_weights(str(source), family_of(model_config), draft, dtype, headless=(source / HEAD_FILE).exists())
-    model_config.update({"dtype": dtype})
-    model_config.save_pretrained(draft)
-    # tokenizer, processors, chat template, generation settings, the head of a reward model
-    for file in source.iterdir():
-        if not file.match("model*.safetensors*") and not (draft / file.name).exists():
-            shutil.copy2(file, draft / file.name)
-    write_options(draft, config)
-    draft.rename(config.output)
 
 
 def how_to_load(model: Path) -> str:

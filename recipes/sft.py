@@ -22,10 +22,6 @@ from rollout.prompts import SupervisedBuilder
 __all__ = ["PRESETS", "TINY", "SFTConfig", "SFTDataConfig", "conversation_task", "main", "open_data", "parse"]
 
 
-Held = Mapping[str, Any]
-"""Held-out rows of each set by its name, "" for one without."""
-
-
 def conversation_task(config: SFTConfig, model_path: str) -> SupervisedTask:
     """Training and held-out conversations, and the evaluation: the loss, and answers to the last questions."""
     data = config.data
@@ -39,7 +35,7 @@ def conversation_task(config: SFTConfig, model_path: str) -> SupervisedTask:
     return SupervisedTask(builder, loader, evaluate, longest=data.max_length + data.max_response_length)
 
 
-def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tuple[Any, Held]:
+def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tuple[Any, Mapping[str, Any]]:
     """Training rows, and the held-out rows of each set by its name; a stream without such sets has none."""
     if not data.data_path:
         half = data.eval_rows // 2

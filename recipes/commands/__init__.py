@@ -37,18 +37,24 @@ COMMANDS = {
 }
 """What each command is for, by its name."""
 
-ELSEWHERE = {
+INSTEAD = {
     "kto": "it is a loss of dpo, dataproto dpo --algorithm.loss kto",
     **dict.fromkeys(("orpo", "cpo", "simpo"), "dpo learns from preferred answers"),
-}
-"""What does the work of trainers of other libraries."""
-
-ENDED = {
     "make-vlm": "train a small published model, such as --model-path HuggingFaceTB/SmolVLM-256M-Instruct",
     "parity": "each step of a run measures it: training/rollout_probs_diff_log_mean and its neighbours",
     "report": "a run writes report.html at its end, and dataproto view shows one that has not ended",
 }
-"""Commands of earlier versions, and what to do instead."""
+"""What does the work of trainers of other libraries, and of commands of earlier versions."""
+
+USAGE = """\
+usage: dataproto COMMAND [OPTIONS]
+
+Post-training of vision-language models with reinforcement learning.
+
+commands:
+{commands}
+
+dataproto COMMAND --help shows the common options of a command, --help-all shows all."""
 
 PLACES: dict[str, tuple[str, str]] = {
     "plan": ("recipes.plan.command", "recipes.configs.plan_config"),
@@ -79,7 +85,7 @@ def _main(arguments: Sequence[str]) -> int:
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
-        print(f"error: there is no command {name!r}: {ENDED.get(name) or ELSEWHERE.get(name, hint)}", file=sys.stderr)
+        print(f"error: there is no command {name!r}: {INSTEAD.get(name, hint)}", file=sys.stderr)
         return 2
     silence()
     module, options = places(name)
@@ -113,16 +119,4 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 def usage() -> str:
     """The text of ``dataproto --help``."""
     width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {name:{width}}{text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: dataproto COMMAND [OPTIONS]",
-            "",
-            "Post-training of vision-language models with reinforcement learning.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "dataproto COMMAND --help shows the common options of a command, --help-all shows all.",
-        ]
-    )
+    return USAGE.format(commands="\n".join(f"  {name:{width}}{text}" for name, text in COMMANDS.items()))

@@ -117,23 +117,14 @@ class ClusterConfig:
             raise InvalidConfig(f"minibatch={self.minibatch} has more prompts than --batch-size {self.batch_size}")
 
 
-def _asks_for_cluster(arguments: Sequence[str]) -> bool:
-    """Whether a command line of ``dataproto plan`` names no recipe but a number of devices.
-
-    >>> _asks_for_cluster(["--devices", "64"]), _asks_for_cluster(["grpo", "--devices", "2"])
-    (True, False)
-    """
-    given = {argument.partition("=")[0] for argument in arguments}
-    return bool(arguments) and arguments[0].startswith("--") and "--devices" in given
-
-
 def parse(arguments: Sequence[str]) -> PlanConfig | ClusterConfig:
     """The plan that a command line asks for: of a recipe, or without one of a step on a cluster.
 
     Raises:
         InvalidConfig: the recipe is missing, or an option of it or of the plan is unknown, ill-typed or does nothing.
     """
-    if _asks_for_cluster(arguments):
+    given = {argument.partition("=")[0] for argument in arguments}
+    if "--devices" in given and arguments[0].startswith("--"):  # and names no recipe
         return parse_config(arguments, ClusterConfig(), CLUSTER, "dataproto plan --devices N")
     options, others = own_options(arguments, PlanOptions(), __doc__, "dataproto plan RECIPE")
     if arguments[:1] and arguments[0] in ("walk", "zoom", "browse", "easy-vqa", "distil", "reward-model"):

@@ -7,13 +7,12 @@ from typing import Any, Literal
 import torch
 
 from dataproto.errors import InvalidConfig
-from recipes.configs.shared.device_preset import DEVICE_MEMORY
+from recipes.configs.shared.device_preset import DEVICE_MEMORY, GIB
 from recipes.plan.model_size import FREEZING, ModelSize, model_size
 from recipes.plan.rows import VARIATION, BatchSizes, MicroBatchSize
 from workers.model.model_config import ModelConfig, OptimizerKind
 from workers.ranks.layout import Layout
 
-GIB = 2**30
 NETWORK = 0.8  # of a network card's data sheet, that NCCL's large collectives reach; assumed, not measured here
 
 

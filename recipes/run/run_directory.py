@@ -62,8 +62,7 @@ def with_function(optimizer: OptimizerConfig) -> OptimizerConfig:
 def _own_schedule(name: str) -> Schedule:
     found = load_named_function(name, "schedule", InvalidConfig)
     try:
-        share = found(0, 1)
-        float(share)
+        float(found(0, 1))
     except (TypeError, ValueError) as error:
         raise InvalidConfig(
             f"optimizer.schedule={name}: must take (step, total_steps) and return a share of the rate, a number; (0, 1): {error}"
@@ -285,9 +284,10 @@ def _changes(directory: Path, config: HasRun) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: see `open_run_directory`.
     """
-    now: dict[str, Any] = json.loads(
-        json.dumps({".".join(option.path): option.default for option in options_of(config)}, default=str)
-    )
+    options = {".".join(option.path): option for option in options_of(config)}
+    names = {path: option.name for path, option in options.items()}
+    values = {path: option.default for path, option in options.items()}
+    now: dict[str, Any] = json.loads(json.dumps(values, default=str))
     recorded = _read(directory)
     changes: list[dict[str, Any]] = recorded.pop(CHANGES, [])
     before = _flatten(recorded, now.keys())
@@ -297,7 +297,6 @@ def _changes(directory: Path, config: HasRun) -> list[dict[str, Any]]:
             f"{directory} holds checkpoints, but no {CONFIG_FILE} with their settings: restore that file, or choose another "
             "--output-dir"
         )
-    names = {".".join(option.path): option.name for option in options_of(config)}
     asked = {*config.run.change} | ({"steps"} if "epochs" in config.run.change else set())
     changed = {name for name, option in names.items() if option in CHANGEABLE and option in asked}
     for name in before:

@@ -33,11 +33,13 @@ from recipes.watch.report import REPORT_FILE
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
+from workers.model.model_config import AggregationMode
 from workers.model.packed_model import Outputs
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
 from workers.roles.reward import RewardRow
 from workers.roles.rollout_worker import RolloutConfig
+from workers.training.forward_pass import LossFn
 from workers.training.loading import checkpoint_family
 
 Config = TypeVar("Config", bound=SupervisedConfig)
@@ -135,14 +137,20 @@ def sft_step(roles: Roles, rows: DataProto) -> tuple[DataProto, dict[str, float]
 
     The rows get the column ``actor_log_probs (B, R)``: the tokens' log-probs before the update.
     """
-    metrics: dict[str, float] = {}
-    with timed(metrics, "update_actor"):
-        updated = roles.actor.update_and_score(sent(rows), next_token_loss, aggregation="token-mean")
-    metrics |= updated.metrics
-    rows["actor_log_probs"] = updated.scores
-    metrics["train/loss"] = metrics.pop("actor/loss")
+    metrics = learn_from(roles, rows, next_token_loss, "token-mean")
     roles.sync_weights()
     return rows, metrics
+
+
+def learn_from(roles: Roles, rows: DataProto, loss: LossFn, aggregation: AggregationMode) -> dict[str, float]:
+    """One update, which adds the column ``actor_log_probs (B, R)`` of before it to the rows; the metrics."""
+    metrics: dict[str, float] = {}
+    with timed(metrics, "update_actor"):
+        updated = roles.actor.update_and_score(sent(rows), loss, aggregation=aggregation)
+    rows["actor_log_probs"] = updated.scores
+    metrics |= updated.metrics
+    metrics["train/loss"] = metrics.pop("actor/loss")
+    return metrics
 
 
 def sent(rows: DataProto) -> DataProto:

@@ -11,8 +11,9 @@ from helpers.geo3k_runs import assert_same_run, rows_of
 from helpers.option_files import in_files
 from recipes.configs.easy_vqa_config import TINY, parse
 from recipes.data.easy_vqa_rows import open_easy_vqa
-from recipes.easy_vqa import main, policy_task, supervised_task, tiny_reader
+from recipes.easy_vqa import TINY_MODEL, main, policy_task, supervised_task
 from recipes.rewards import short_answer_reward
+from recipes.run.supervised import tiny_model
 from rollout.prompts import PromptBuilder
 from workers.roles.reward import RewardRow
 
@@ -101,12 +102,12 @@ def test_an_earlier_run_is_not_overwritten_unasked(
 def test_the_small_model_has_a_token_for_each_answer(tmp_path: Path, wheel: Path) -> None:
 
     rows = open_easy_vqa(wheel)
-    path = tiny_reader(tmp_path / "model", 0, rows)
+    path = tiny_model(tmp_path / "model", 0, False, TINY_MODEL, rows.texts())
     tokenizer = PromptBuilder.from_pretrained(path, 64).tokenizer
     for answer in {asked.answer for asked in rows.train.questions}:
         assert len(tokenizer(answer)["input_ids"]) == 1
     stamp = (path / "config.json").stat().st_mtime_ns
-    assert tiny_reader(path, 0, rows, resumed=True) == path
+    assert tiny_model(path, 0, True, TINY_MODEL, rows.texts()) == path
     assert (path / "config.json").stat().st_mtime_ns == stamp
 
 
@@ -115,7 +116,7 @@ def test_both_phases_prepare_rows_in_processes(tmp_path: Path, wheel: Path) -> N
         parse(in_files(["--num-workers", "3", "--output-dir", str(tmp_path)], tmp_path)),
         open_easy_vqa(wheel),
     )
-    path = str(tiny_reader(tmp_path / "model", 0, rows))
+    path = str(tiny_model(tmp_path / "model", 0, False, TINY_MODEL, rows.texts()))
     supervised, policy = supervised_task(config, rows, path), policy_task(config, rows, path, short_answer_reward)
     assert (supervised.loader.num_workers, policy.loader.num_workers) == (3, 3)
 

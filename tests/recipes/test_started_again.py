@@ -102,7 +102,9 @@ def test_a_small_model_of_an_earlier_attempt_is_kept_by_a_resumed_run_alone(
 ) -> None:
     make = {
         "sft": lambda seed, *more: tiny_model(tmp_path / "model", seed, *more),
-        "easy-vqa": lambda seed, *more: easy_vqa.tiny_reader(tmp_path / "model", seed, open_easy_vqa(wheel), *more),
+        "easy-vqa": lambda seed, resumed=False: tiny_model(
+            tmp_path / "model", seed, resumed, easy_vqa.TINY_MODEL, open_easy_vqa(wheel).texts()
+        ),
         "walk": lambda seed, *more: demonstrated_model(
             tmp_path / "model", seed, WALK, WarmUpPhaseConfig(steps=1, batch_size=2), *more
         ),
