@@ -138,6 +138,8 @@ class Pass:
         loss: a name of `DATUM_LOSSES`.
         loss_config: options of the loss.
         replayed: it has been computed before: no limit applies to it.
+        stand_in: base model and options of a new adapter that takes the model's place, for a pass that only has to be among the
+            others, as the grouping changes their rounding.
     """
 
     model_id: str
@@ -146,6 +148,7 @@ class Pass:
     loss_config: Mapping[str, float | str] = field(default_factory=dict)
     forward_only: bool = False
     replayed: bool = False
+    stand_in: tuple[str, LoraSpec] | None = None
 
 
 @dataclass(frozen=True, slots=True)

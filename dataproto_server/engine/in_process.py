@@ -103,7 +103,7 @@ class InProcessEngine:
         """Makes an adapter with the initial weights of its seed, without AdamW state; ``None`` trains all weights.
 
         Args:
-            replayed: it has been made before, or takes the place of another model for a replayed pass: no limit applies to it.
+            replayed: it has been made before: no limit applies to it.
 
         Raises:
             InvalidConfig: there is no such base model, the rank is too large, or no slot is free.
@@ -155,9 +155,14 @@ class InProcessEngine:
         results: dict[int, PassResult | Failure] = {}
         opened: dict[BaseModel, list[OpenPass]] = {}
         models: dict[str, TrainedModel] = {}
+        for each in passes:
+            if each.stand_in is not None and each.model_id not in models:
+                models[each.model_id] = self._new_model(*each.stand_in)
         for number, given in enumerate(passes):
             try:
-                model = models[given.model_id] = self._model(given.model_id)
+                if given.model_id not in models:
+                    models[given.model_id] = self._model(given.model_id)
+                model = models[given.model_id]
                 one = open_pass(number, given, model.base, model.trained.adapter, self.options.max_targets)
                 opened.setdefault(model.base, []).append(one)
             except Exception as error:

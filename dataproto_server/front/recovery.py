@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from dataproto.errors import not_hiding
 from dataproto_server.backend import Failure, Pass
 from dataproto_server.engine_link import EngineLost
 from dataproto_server.front.futures import failed, outcome_of
@@ -160,7 +159,7 @@ class Recovery:
                 with self._counted(*ids):
                     return await self._passes(entries)
             except CallFailed as error:
-                if len(entries) == 1 or not self._is_last:
+                if len(entries) == 1 or (error.failure.category == "server" and not self._is_last):
                     raise
                 log.error("a round cannot be computed again: %s", error)
         log.error("passes are computed alone that were computed together: %s. Sums may differ in their last bits", ids)
@@ -183,49 +182,25 @@ class Recovery:
 
     async def _passes(self, entries: Sequence[Entry]) -> Mapping[str, Failure]:
         """Computes passes in one group. Where a pass may not change its run, another adapter takes its place."""
-        stand_ins: dict[str, str | None] = {}
-        try:
-            read = [await self._read(entry, stand_ins) for entry in entries]
-            passes = [each for each in read if isinstance(each, Pass)]
-            computed = iter(await self.scheduler.results(passes) if passes else Results())
-        except BaseException as error:
-            with not_hiding(error):
-                await self._release(stand_ins)
-            raise
-        await self._release(stand_ins)
+        read = [await self._read(entry) for entry in entries]
+        passes = [each for each in read if isinstance(each, Pass)]
+        computed = iter(await self.scheduler.results(passes) if passes else Results())
         found = [(entry, next(computed) if isinstance(each, Pass) else each) for entry, each in zip(entries, read)]
         new = [(entry, result) for entry, result in found if entry.state == "queued" and result is not None]
         if new:
             await self.requests.finish([(entry, outcome_of(result)) for entry, result in new])
         return {entry.run: result for entry, result in found if self._is_later(entry) and isinstance(result, Failure)}
 
-    async def _release(self, stand_ins: Mapping[str, str | None]) -> None:
-        for model in filter(None, stand_ins.values()):
-            await self.link.call("release", model_id=model)
-
-    async def _read(self, entry: Entry, stand_ins: dict[str, str | None]) -> Pass | Failure | None:
+    async def _read(self, entry: Entry) -> Pass | Failure | None:
         """A pass for the engine, or why it cannot be read; ``None`` if the others are the same without it."""
         body = await self.database.run(journal.body_of(entry.id))
         limits = self.scheduler.config.limits if entry.state == "queued" else None
         each = await asyncio.to_thread(pass_or_failure, body, limits)
         if entry.state == "queued" or isinstance(each, Failure):
             return each
-        model = entry.run if self._is_later(entry) else await self._stand_in(entry.run, stand_ins)
-        return None if model is None else replace(each, model_id=model, replayed=True)
-
-    async def _stand_in(self, run_id: str, stand_ins: dict[str, str | None]) -> str | None:
-        """An adapter like that of a run; ``None`` for all weights, which are computed by themselves, or if there can be none."""
-        run = self.catalogue.runs[run_id]
-        if run.spec is None or run.spec.rank == 0:
+        if self._is_later(entry):
+            return replace(each, replayed=True)
+        run = self.catalogue.runs[entry.run]
+        if run.spec is None or run.spec.rank == 0:  # all weights are computed by themselves
             return None
-        if run_id not in stand_ins:
-            name = stand_ins[run_id] = f"{run_id}:stand-in"
-            model = {"model_id": name, "base_model": run.base_model, "lora": run.spec}
-            try:
-                await self.link.call("create", **model, replayed=True)
-            except CallFailed as error:
-                if error.failure.category == "server" and not self._is_last:
-                    raise
-                stand_ins[run_id] = None
-                log.error("no stand-in for %s: %s. Sums of other runs may differ in their last bits", run_id, error)
-        return stand_ins[run_id]
+        return replace(each, stand_in=(run.base_model, run.spec), replayed=True)

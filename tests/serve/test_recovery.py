@@ -263,14 +263,14 @@ def test_a_stand_in_that_cannot_be_made_is_left_out(tmp_path, monkeypatch, error
         a, b = await joint_round(front)
         await front.result(await front.submit(a, 3, None))
         await until(lambda: a.snapshot is not None)
-        create, gradient = Recording.create, front.backend.models["b"].gradient
+        compute, gradient = Recording.passes, front.backend.models["b"].gradient
 
-        def no_stand_in(self, model_id, *arguments, **options):
-            if model_id == "a:stand-in":
+        def no_stand_in(self, passes, **options):
+            if any(each.stand_in is not None for each in passes):
                 raise error
-            create(self, model_id, *arguments, **options)
+            return compute(self, passes, **options)
 
-        monkeypatch.setattr(Recording, "create", no_stand_in)
+        monkeypatch.setattr(Recording, "passes", no_stand_in)
         fresh = await front.lose_engine()
         stepped = await front.result(await front.submit(b, 2, None))
         assert stepped["metrics"]["grad_norm"] == float(np.linalg.norm(gradient))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dataproto.errors import InvalidConfig
-from dataproto_server.backend import Datum, LoraSpec, Pass, SampleRequest, Sampling, Snapshot
+from dataproto_server.backend import Datum, LoraSpec, Pass, PassResult, SampleRequest, Sampling, Snapshot
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine import engine_from_json
 from helpers.served_models import ADAM, BASE, chunks, engine_of, gradients, new_model, png, rows, run_pass, weights
@@ -180,3 +180,18 @@ def test_the_program_of_the_document_runs(path, tmp_path, monkeypatch):
     exec(program.replace("path/to/checkpoint", path).replace("max_tokens=64", "max_tokens=4"), names)
     assert [set(result.metrics) for result in names["results"]] == [{"loss:sum"}] * 2
     assert len(names["done"]["first"].samples) == 4
+
+
+def test_a_new_adapter_takes_the_place_of_a_model_in_a_pass_and_leaves_it_as_it_is(engine):
+    passes = [Pass(name, rows(engine, "cross_entropy", seed), "cross_entropy") for seed, name in enumerate("ab")]
+    for name in "ab":
+        new_model(engine, name)
+    engine.passes(passes)
+    expected = gradients(engine, "b")
+    engine.optim_step("a", ADAM)
+    engine.release("b")
+    new_model(engine, "b")
+    _, result = engine.passes([replace(passes[0], stand_in=("tiny", LoraSpec(4)), replayed=True), passes[1]])
+    assert isinstance(result, PassResult)
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(engine, "b").items())
+    assert not any(gradient is not None for gradient in gradients(engine, "a").values())

@@ -1,8 +1,6 @@
 """What is closed or stopped after an error of the server fails as well, and hides nothing."""
 
-import asyncio
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +8,6 @@ from dataproto.errors import ending
 from dataproto_server.backend import Failure, SampleRequest, Sampling
 from dataproto_server.command import Supervisor
 from dataproto_server.engine.in_process import InProcessEngine
-from dataproto_server.front.recovery import Recovery
 from helpers.served_models import BASE, chunks
 
 
@@ -54,20 +51,3 @@ def test_a_supervisor_that_cannot_stop_a_process_stops_the_other_and_tells_the_f
         raise Cause
     assert caught.value.__notes__ == ["and Later: engine"]
     assert stopped == ["front"]
-
-
-def test_passes_that_fail_again_are_told_though_their_stand_ins_cannot_be_released():
-    """Where a pass may not change its run, another adapter takes its place; the engine has gone before that is released."""
-
-    async def call(method, **_):
-        raise Later(method)
-
-    async def read(entry, stand_ins):
-        stand_ins["run"] = "stand-in"
-        raise Cause
-
-    recovery = object.__new__(Recovery)
-    recovery.link, recovery._read = SimpleNamespace(call=call), read
-    with pytest.raises(Cause) as caught:
-        asyncio.run(recovery._passes([SimpleNamespace(state="done")]))
-    assert caught.value.__notes__ == ["and Later: release"]
