@@ -17,14 +17,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from dataproto_server.backend import SampleRequest
+from dataproto_server.backend import Failure, SampleRequest
 from dataproto_server.engine_link import SIZE, packed
-from dataproto_server.refusals import failure_of
+from dataproto_server.refusals import attempted
 
 log = logging.getLogger("dataproto.serve.engine")
 SAMPLING = ("forget", "submit", "abort")
@@ -162,31 +162,21 @@ class EngineProcess:
         self._models.clear()
 
     def _carry_out(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        """Carries out a call, and answers it when its files are written, if it writes some."""
         writes: list[Callable[[], None]] = []
-        try:
-            result = self._called(connection, message["method"], message["arguments"], writes)
-        except Exception as error:
-            result, writes = failure_of(error), []
-        if writes:
-            writing = self._writers.submit(self._write, writes, connection, message["id"])
-            self._writing.add(writing)
-            writing.add_done_callback(self._writing.discard)
-        else:
-            self._answer(connection, message["id"], result)
+        result = attempted(self._called, connection, message["method"], message["arguments"], writes)
 
-    def _write(self, writes: Sequence[Callable[[], None]], connection: socket.socket, number: int | None) -> None:
-        """Writes files, and answers the call that wrote them."""
-        result = None
-        try:
-            for write in writes:
-                write()
-        except Exception as error:
-            result = failure_of(error)
-        self._answer(connection, number, result)
+        def answer(result: Any) -> None:
+            if message["id"] is not None:
+                self._send(connection, {"id": message["id"], "result": result})
 
-    def _answer(self, connection: socket.socket, number: int | None, result: Any) -> None:
-        if number is not None:
-            self._send(connection, {"id": number, "result": result})
+        if not writes or isinstance(result, Failure):
+            answer(result)
+            return
+        (write,) = writes
+        writing = self._writers.submit(lambda: answer(attempted(write)))
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
 
     def _called(
         self, connection: socket.socket, method: str, arguments: dict[str, Any], writes: list[Callable[[], None]]
@@ -211,22 +201,18 @@ class EngineProcess:
     def _submit(self, connection: socket.socket, request: SampleRequest) -> None:
         """Takes a request in."""
         self._flying[request.request_id] = connection
-        try:
-            self.backend.submit(request)
-        except Exception as error:
-            self._finish(request.request_id, failure_of(error))
+        if (failure := attempted(self.backend.submit, request)) is not None:
+            self._finish(request.request_id, failure)
 
     def _decode(self) -> None:
         """A decoding step of all samples in flight, if there are any."""
         if not self._flying:
             return
         began = self.clock()
-        try:
-            done = self.backend.poll()
-        except Exception as error:
-            failure = failure_of(error)
+        done = attempted(self.backend.poll)
+        if isinstance(done, Failure):
             self.backend.abort(list(self._flying))
-            done = dict.fromkeys(self._flying, failure)
+            done = dict.fromkeys(self._flying, done)
         self._lead -= self.clock() - began
         for request, value in done.items():
             self._finish(request, value)

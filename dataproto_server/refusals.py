@@ -2,6 +2,8 @@
 
 import logging
 import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from dataproto.errors import DataProtoError, RankFailure, WorkerFailed
 from dataproto_server.backend import Failure
@@ -35,6 +37,7 @@ class CallFailed(DataProtoError):
         self.failure = failure
 
 
+Result = TypeVar("Result")
 log = logging.getLogger("dataproto.serve")
 SERVER_ERRORS = (RankFailure, WorkerFailed)
 
@@ -53,3 +56,15 @@ def server_failure(error: Exception) -> Failure:
     incident = uuid.uuid4().hex[:8]
     log.error("incident %s", incident, exc_info=error)
     return Failure(f"{type(error).__name__} in the server, incident {incident}: its log has more", "server")
+
+
+def attempted(work: Callable[..., Result], *given: Any) -> Result | Failure:
+    """What a function returns, or why it failed.
+
+    >>> attempted(int, "7")
+    7
+    """
+    try:
+        return work(*given)
+    except Exception as error:
+        return failure_of(error)

@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from dataproto_server.backend import Failure, Pass
+from dataproto_server.codec import read_pass
 from dataproto_server.engine_link import EngineLost
 from dataproto_server.front.futures import failed, outcome_of
-from dataproto_server.front.scheduler import Results, Scheduler, pass_or_failure
+from dataproto_server.front.scheduler import Results, Scheduler
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.directories import is_damaged
 from dataproto_server.ledger.journal import Entry
 from dataproto_server.ledger.records import Run, put
-from dataproto_server.refusals import CallFailed, failure_of
+from dataproto_server.refusals import CallFailed, attempted, failure_of
 
 log = logging.getLogger("dataproto.serve")
 MOST_REPLAYS = 5
@@ -195,7 +196,7 @@ class Recovery:
         """A pass for the engine, or why it cannot be read; ``None`` if the others are the same without it."""
         body = await self.database.run(journal.body_of(entry.id))
         limits = self.scheduler.config.limits if entry.state == "queued" else None
-        each = await asyncio.to_thread(pass_or_failure, body, limits)
+        each = await asyncio.to_thread(attempted, read_pass, body, limits)
         if entry.state == "queued" or isinstance(each, Failure):
             return each
         if self._is_later(entry):

@@ -9,7 +9,6 @@ from typing import Literal, NoReturn
 
 from dataproto_server.backend import Failure, Pass, PassResult
 from dataproto_server.codec import read_pass
-from dataproto_server.config import LimitsConfig
 from dataproto_server.engine_link import EngineLost
 from dataproto_server.front.barriers import WITH_FILES, Barriers, Done, remove_run_files
 from dataproto_server.front.fair_share import FairShare
@@ -18,7 +17,7 @@ from dataproto_server.front.lanes import Lane, Requests
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.journal import Entry
 from dataproto_server.ledger.records import put, together
-from dataproto_server.refusals import CallFailed, InvalidRequest, failure_of
+from dataproto_server.refusals import CallFailed, InvalidRequest, attempted, failure_of
 
 log = logging.getLogger("dataproto.serve")
 ROUND_BYTES = 32 << 20  # of the bodies of a round's passes, of each run
@@ -27,14 +26,6 @@ LARGE_BYTES = 1 << 18  # of the bodies of a round's passes that are read in anot
 PAUSE_SECONDS = 1.0  # before the engine is left
 KEEP_SECONDS = 30.0  # between tries to write the checkpoint of an expired run
 Results = list[PassResult | Failure]
-
-
-def pass_or_failure(body: bytes, limits: LimitsConfig | None) -> Pass | Failure:
-    """The pass of a body, or why it cannot be read; see `read_pass`."""
-    try:
-        return read_pass(body, limits)
-    except Exception as error:
-        return failure_of(error)
 
 
 class Scheduler:
@@ -240,7 +231,9 @@ class Scheduler:
                 bodies.append(failure_of(error))
 
         def parsed() -> list[Pass | Failure]:
-            return [each if isinstance(each, Failure) else pass_or_failure(each, self.config.limits) for each in bodies]
+            return [
+                each if isinstance(each, Failure) else attempted(read_pass, each, self.config.limits) for each in bodies
+            ]
 
         large = sum(len(body) for body in bodies if isinstance(body, bytes)) > LARGE_BYTES
         return await asyncio.to_thread(parsed) if large else parsed()
