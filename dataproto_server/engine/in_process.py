@@ -1,6 +1,7 @@
 """The backend of the server, which computes in this process, on its CPU or its first CUDA device."""
 
-from collections import deque
+import gc
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dataproto.errors import CheckpointError, InvalidConfig, end_after
+from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, end_after
 from dataproto_server.backend import (
     Failure,
     Later,
@@ -18,18 +19,22 @@ from dataproto_server.backend import (
     PassResult,
     SampleRequest,
     SampleResult,
+    Snapshot,
     at_once,
     nothing,
 )
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine.base_model import BaseModel, context_length
 from dataproto_server.engine.passes import OpenPass, open_pass, run_passes
-from dataproto_server.engine.sampling import OpenSample, Snapshots, is_checkpoint, open_sample
+from dataproto_server.engine.sampling import OpenSample, open_sample
 from dataproto_server.engine.trained_adapter import TrainedAdapter, TrainedMatrices, TrainedWeights
 from dataproto_server.refusals import failure_of, server_failure
-from rollout.adapters import AdapterConfig
+from rollout.adapters import Adapter, AdapterConfig, read_adapter
 from workers.model.model_config import AdamParams
 
+MOST_CHECKPOINTS = 2  # in memory
+CHECKPOINT_FILE = "config.json"
+"""In a snapshot with all weights of a model; one with an adapter has none."""
 Polled = dict[str, SampleResult | Failure]
 """Requests that have ended, by their ids."""
 
@@ -64,7 +69,8 @@ class InProcessEngine:
         self.paths = {name: str(path) for name, path in models.items()}
         self._bases: dict[str, BaseModel] = {}
         self._models: dict[str, TrainedModel] = {}
-        self._snapshots = Snapshots(self.options, device, self.base)
+        self._adapters: OrderedDict[Path, Adapter] = OrderedDict()  # of snapshots; last used last
+        self._checkpoints: OrderedDict[Path, BaseModel] = OrderedDict()  # the same with all weights
         self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # those in flight, by their numbers in the sampler
         self._waiting: deque[SampleRequest] = deque()  # until a checkpoint has room
         self._ready: Polled = {}
@@ -232,7 +238,37 @@ class InProcessEngine:
 
     def forget(self, directory: Path | None = None) -> None:
         """Frees the weights of a snapshot that nothing in flight needs, or of all."""
-        self._snapshots.forget(directory)
+        for kept in (self._adapters, self._checkpoints):
+            for each in [each for each in kept if directory in (None, each)]:
+                del kept[each]
+        gc.collect()  # parts of a model refer to each other
+
+    def _adapter(self, directory: Path, base: BaseModel) -> Adapter:
+        """The adapter of a snapshot, from memory or from its files. Raises `CheckpointError`."""
+        if directory not in self._adapters:
+            trainer = base.trainer
+            self._adapters[directory] = read_adapter(directory, trainer.model, trainer.family, trainer.device)
+            if len(self._adapters) > self.options.max_samplers:
+                self._adapters.popitem(last=False)
+        self._adapters.move_to_end(directory)
+        return self._adapters[directory]
+
+    def _checkpoint(self, directory: Path) -> BaseModel | None:
+        """The model of a snapshot with all weights, from memory or from its files; ``None`` if it has no room as long as requests
+        in flight need others. Raises `CheckpointError`.
+        """
+        if directory not in self._checkpoints:
+            if len(self._checkpoints) >= MOST_CHECKPOINTS:
+                idle = [each for each, model in self._checkpoints.items() if model not in self._open]
+                if not idle:
+                    return None
+                self.forget(idle[0])
+            try:
+                self._checkpoints[directory] = BaseModel(str(directory), self.options, self.device)
+            except (DataProtoError, OSError) as error:
+                raise CheckpointError(f"snapshot {directory} cannot be read: {error}") from error
+        self._checkpoints.move_to_end(directory)
+        return self._checkpoints[directory]
 
     def submit(self, request: SampleRequest) -> None:
         """Takes a request in. A mistake in it becomes a `Failure` of `poll`.
@@ -246,10 +282,14 @@ class InProcessEngine:
     def _begin(self, request: SampleRequest) -> bool:
         """Hands a request to the sampler; ``False`` if its weights have no room now."""
         try:
-            found = self._snapshots.weights(request.snapshot, self._open)
-            if found is None:
-                return False
-            base, adapter = found
+            directory, adapter = request.snapshot.directory, None
+            if directory is not None and is_checkpoint(request.snapshot):
+                if (model := self._checkpoint(directory)) is None:
+                    return False
+                base = model
+            else:
+                base = self.base(request.snapshot.base_model)
+                adapter = None if directory is None else self._adapter(directory, base)
             opened = open_sample(request, base, adapter)
         except CheckpointError as error:  # its files were there when it was asked for
             self._ready[request.request_id] = server_failure(error)
@@ -300,3 +340,8 @@ class InProcessEngine:
         self._open = {base: group for base, group in self._open.items() if group}
         self._waiting = deque(each for each in self._waiting if each.request_id not in names)
         self._ready = {name: each for name, each in self._ready.items() if name not in names}
+
+
+def is_checkpoint(snapshot: Snapshot) -> bool:
+    """Whether a snapshot has all weights of a model."""
+    return snapshot.directory is not None and (snapshot.directory / CHECKPOINT_FILE).exists()

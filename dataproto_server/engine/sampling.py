@@ -1,94 +1,16 @@
-"""Snapshots that clients sample from, and requests for samples of them."""
+"""Requests for samples: from what clients ask for to requests of the sampler, and back."""
 
-import gc
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
-import torch
 
-from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidPrompt
-from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, Snapshot, SparseRows, TopK
-from dataproto_server.config import EngineOptions
+from dataproto.errors import InvalidConfig, InvalidPrompt
+from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, SparseRows, TopK
 from dataproto_server.engine.base_model import BaseModel
-from rollout.adapters import NO_LOG_PROB, Adapter, AdapterRequest, PromptScores, read_adapter
+from rollout.adapters import NO_LOG_PROB, Adapter, AdapterRequest, PromptScores
 from rollout.engine import Completion, SamplingParams, TopLogProbs
 from rollout.sampling import derive_seed
-
-MOST_CHECKPOINTS = 2  # in memory
-CHECKPOINT_FILE = "config.json"
-"""In a directory with all weights of a model; one with an adapter has none."""
-
-
-class Snapshots:
-    """The weights of snapshots by their directories: adapters, and checkpoints, of which two are in memory at most."""
-
-    def __init__(
-        self, options: EngineOptions, device: torch.device | None, base_of: Callable[[str], BaseModel]
-    ) -> None:
-        """``base_of``: the base model of a name; raises `InvalidConfig`."""
-        self.options, self.device, self.base_of = options, device, base_of
-        self._adapters: OrderedDict[Path, Adapter] = OrderedDict()  # last used last
-        self._checkpoints: OrderedDict[Path, BaseModel] = OrderedDict()  # last used last
-
-    def forget(self, directory: Path | None = None) -> None:
-        """Frees the weights of a snapshot, or of all."""
-        for kept in (self._adapters, self._checkpoints):
-            for each in [each for each in kept if directory in (None, each)]:
-                del kept[each]
-        gc.collect()  # parts of a model refer to each other
-
-    def weights(self, snapshot: Snapshot, busy: Collection[BaseModel]) -> tuple[BaseModel, Adapter | None] | None:
-        """The model and the adapter of a snapshot, from memory or from its files.
-
-        Args:
-            busy: models that stay in memory.
-
-        Returns:
-            ``None`` for a checkpoint that has no room as long as these stay.
-
-        Raises:
-            InvalidConfig: the base model is unknown.
-            CheckpointError: the files cannot be read.
-        """
-        if snapshot.directory is None:
-            return self.base_of(snapshot.base_model), None
-        if is_checkpoint(snapshot):
-            model = self._checkpoint(snapshot.directory, busy)
-            return None if model is None else (model, None)
-        base = self.base_of(snapshot.base_model)
-        return base, self._adapter(snapshot.directory, base)
-
-    def _adapter(self, directory: Path, base: BaseModel) -> Adapter:
-        if directory not in self._adapters:
-            trainer = base.trainer
-            self._adapters[directory] = read_adapter(directory, trainer.model, trainer.family, trainer.device)
-            if len(self._adapters) > self.options.max_samplers:
-                self._adapters.popitem(last=False)
-        self._adapters.move_to_end(directory)
-        return self._adapters[directory]
-
-    def _checkpoint(self, directory: Path, busy: Collection[BaseModel]) -> BaseModel | None:
-        if directory not in self._checkpoints:
-            if len(self._checkpoints) >= MOST_CHECKPOINTS:
-                idle = [each for each, model in self._checkpoints.items() if model not in busy]
-                if not idle:
-                    return None
-                self.forget(idle[0])
-            try:
-                self._checkpoints[directory] = BaseModel(str(directory), self.options, self.device)
-            except (DataProtoError, OSError) as error:
-                raise CheckpointError(f"snapshot {directory} cannot be read: {error}") from error
-        self._checkpoints.move_to_end(directory)
-        return self._checkpoints[directory]
-
-
-def is_checkpoint(snapshot: Snapshot) -> bool:
-    """Whether a snapshot has all weights of a model."""
-    return snapshot.directory is not None and (snapshot.directory / CHECKPOINT_FILE).exists()
-
 
 RANGES = {"num_samples": (1, 4096), "topk_prompt_logprobs": (0, 1024), "topk_sample_logprobs": (0, 1024)}
 

@@ -9,7 +9,7 @@ import torch
 
 from dataproto.errors import CheckpointError
 from dataproto_server.backend import OPTIMIZER_FILE, Datum, SampleRequest, Sampling, Snapshot
-from dataproto_server.engine import sampling
+from dataproto_server.engine import in_process
 from dataproto_server.refusals import failure_of
 from helpers.served_models import (
     chunks,
@@ -134,7 +134,7 @@ def test_a_snapshot_that_cannot_be_read_for_want_of_memory_can_be_read_later(pat
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampling, "read_adapter", fails)
+        patch.setattr(in_process, "read_adapter", fails)
         engine.submit(SampleRequest("r", snapshot, data[0].chunks, 1, Sampling(1)))
         (failed,) = engine.poll().values()
     assert failed.message.startswith("OutOfMemoryError in the server")
