@@ -242,12 +242,9 @@ def read_messages(connection: socket.socket, receive: Callable[[Any], None]) -> 
     """Hands over messages until the connection ends."""
     try:
         with connection.makefile("rb") as file:
-            while len(prefix := file.read(SIZE.size)) == SIZE.size:
-                (size,) = SIZE.unpack(prefix)
-                if len(data := file.read(size)) < size:
-                    return
-                receive(pickle.loads(data))
-    except OSError:
+            while file.read(SIZE.size):
+                receive(pickle.load(file))
+    except (OSError, EOFError, pickle.UnpicklingError):  # in the midst of a message
         log.exception("the connection to the front process broke")
 
 

@@ -189,7 +189,6 @@ class Barriers:
         sampler_id = f"{run.session}:sample:{asked.sampling_session_seq_id}"
         if sampler_id in self.catalogue.samplers:
             raise InvalidRequest(f"there is a sampling session {sampler_id} already: choose another number")
-        moving = asked.kind == "inflight"
         directory = self.catalogue.run_directory(run) / f"sampler-{entry.seq}"
         self._check_room(run.owner)
         async with new_directory(directory) as temporary:
@@ -202,12 +201,9 @@ class Barriers:
             base_model=run.base_model,
             directory=self.catalogue.name_of(directory),
             own=1,
-            moving=int(moving),
+            moving=int(asked.kind == "inflight"),
         )
-        return self._new_sampler(sampler)
-
-    def _new_sampler(self, sampler: Sampler) -> Done:
-        """The sampler, to whose directory the earlier ones of the run move if they follow it."""
+        # Earlier ones that follow the run move to its directory.
         earlier = [
             each
             for each in self.catalogue.samplers.values()

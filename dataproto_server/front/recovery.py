@@ -4,9 +4,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from dataproto_server.backend import Failure, Pass
 from dataproto_server.codec import read_pass
@@ -16,7 +16,7 @@ from dataproto_server.front.scheduler import Results, Scheduler
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.directories import is_damaged
 from dataproto_server.ledger.journal import Entry
-from dataproto_server.ledger.records import Run, put
+from dataproto_server.ledger.records import put
 from dataproto_server.refusals import CallFailed, attempted, failure_of
 
 log = logging.getLogger("dataproto.serve")
@@ -25,6 +25,9 @@ MOST_REPLAYS = 5
 PAUSE_SECONDS = 2.0
 """Before a further try, for each one before it."""
 ENDED = Failure(f"the engine ended {MOST_REPLAYS} times when it was brought back", "server")
+
+Work = Callable[[], Awaitable[Mapping[str, Failure] | None]]
+"""Changes runs, and may return those that failed."""
 
 
 class Recovery:
@@ -50,10 +53,10 @@ class Recovery:
         then, to an engine that has been reset.
         """
         began = time.monotonic()
-        kept = [lane for lane in self.lanes.values() if lane.run.snapshot is not None]
-        for run in [lane.run for lane in kept if not lane.resting]:
+        kept = [lane.run for lane in self.lanes.values() if lane.run.snapshot is not None and not lane.resting]
+        for run in kept:
             if run.state == "live":
-                await self._done([run.id], self._restored(run))
+                await self._done([run.id], self._tried([run.id], run.id, partial(self.barriers.restore, run)))
         rounds = await self.database.run(journal.rounds_to_replay)
         for entries in rounds:
             needed = [entry for entry in entries if entry.state == "done" or self._is_due(entry)]
@@ -105,21 +108,20 @@ class Recovery:
             self.lanes.pop(run_id, None)
         await self.link.call("release", model_id=run_id)
 
-    @contextmanager
-    def _counted(self, *key: str) -> Iterator[None]:
-        """Counts an end of the engine at a run or at requests."""
+    async def _tried(self, ids: Sequence[str], run: str, work: Work) -> Mapping[str, Failure]:
+        """Does work, and returns the runs that failed: its own if the engine has ended too often at it.
+
+        Args:
+            ids: what it is known by: a run, or requests.
+        """
+        key = tuple(ids)
+        if self._losses[key] >= MOST_REPLAYS:
+            return {run: ENDED}
         try:
-            yield
+            return await work() or {}
         except EngineLost:
             self._losses[key] += 1
             raise
-
-    async def _restored(self, run: Run) -> Mapping[str, Failure]:
-        if self._losses[run.id,] >= MOST_REPLAYS:
-            return {run.id: ENDED}
-        with self._counted(run.id):
-            await self.barriers.restore(run)
-        return {}
 
     async def _repeated(self, entries: Sequence[Entry]) -> Mapping[str, Failure]:
         """Carries out the requests of a round again that did not fail; the runs that have failed at it."""
@@ -139,12 +141,9 @@ class Recovery:
         if waiting is not None:
             await self.scheduler.barrier(waiting)
             return {}
-        if self._losses[entry.id,] >= MOST_REPLAYS:
-            return {entry.run: ENDED}
         body = await self.database.run(journal.body_of(entry.id))
-        with self._counted(entry.id):
-            await self.barriers.repeat(self.lanes[entry.run].run, entry, body)
-        return {}
+        repeat = partial(self.barriers.repeat, self.lanes[entry.run].run, entry, body)
+        return await self._tried([entry.id], entry.run, repeat)
 
     async def _repeated_passes(self, entries: Sequence[Entry]) -> Mapping[str, Failure]:
         """Computes passes again that were computed before; one by one if the server fails each time at all of them."""
@@ -152,13 +151,9 @@ class Recovery:
         if not later:
             return {}
         ids = [entry.id for entry in entries]
-        lost = self._losses[tuple(ids)] >= MOST_REPLAYS
-        if lost and len(entries) == 1:
-            return {entries[0].run: ENDED}
-        if not lost:
+        if len(entries) == 1 or self._losses[tuple(ids)] < MOST_REPLAYS:
             try:
-                with self._counted(*ids):
-                    return await self._passes(entries)
+                return await self._tried(ids, entries[0].run, partial(self._passes, entries))
             except CallFailed as error:
                 if len(entries) == 1 or (error.failure.category == "server" and not self._is_last):
                     raise

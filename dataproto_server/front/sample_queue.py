@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +36,12 @@ class Flight:
     sent: bool = False
     tries: int = 0
 
-    def tokens(self, context: int) -> int:
+    def tokens(self, contexts: Mapping[str, int]) -> int:
         """What the request counts in its client's share: the prompt, and the longest answers for which the context has room."""
         request = self.request
         prompt = sum(map(chunk_tokens, request.chunks))
-        room, asked = max(context - prompt, 0), request.sampling.max_tokens
+        context, asked = contexts.get(request.snapshot.base_model, 0), request.sampling.max_tokens
+        room = max(context - prompt, 0)
         return prompt + request.num_samples * (room if asked is None else min(asked, room))
 
 
@@ -183,12 +184,9 @@ class Samples:
             if not each.sent:
                 found.setdefault(each.session, []).append(request)
         return {
-            session: ((request, self._tokens(self.flights[request])) for request in requests)
+            session: ((request, self.flights[request].tokens(self._contexts)) for request in requests)
             for session, requests in found.items()
         }
-
-    def _tokens(self, flight: Flight) -> int:
-        return flight.tokens(self._contexts.get(flight.request.snapshot.base_model, 0))
 
     async def _send(self, request: str, flight: Flight) -> None:
         if flight.tries >= 3:

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
-from dataproto_server.config import ServeConfig, parse
+from dataproto_server.config import parse
 from dataproto_server.engine_process import end_with_parent
 from dataproto_server.front.service import Service
 from dataproto_server.routes import checkpoint_routes as checkpoints
@@ -103,15 +103,9 @@ def main(arguments: Sequence[str], engine_socket: str, listener: int, parent_pip
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     end_with_parent(parent_pipe)
     sys.setswitchinterval(SWITCH_SECONDS)
-    serve_front(parse(arguments), Path(engine_socket), listener)
-
-
-def serve_front(config: ServeConfig, engine_socket: Path, listener: int) -> None:
-    """Serves until a signal ends it."""
     os.umask(0o077)
-    app = application(Service(config, engine_socket))
     uvicorn.run(
-        app,
+        application(Service(parse(arguments), Path(engine_socket))),
         fd=listener,
         access_log=False,
         log_level="warning",
