@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dataproto.packing import PackedRows
 from dataproto.transfer import move
-from dataproto_server.engine.trained_adapter import trainable_weights
+from dataproto.vlm import VLMFamily
 from rollout.adapter_layers import AdapterRouter, Run, add_head
 from rollout.adapters import Adapter, AdapterConfig, PromptScores, new_adapter
 from rollout.image_features import ImageFeatures, KeyedImage
@@ -65,8 +65,8 @@ def adapted_log_probs(
     starts = torch.arange(0, len(states), size)
     bounds = [*torch.searchsorted(places, starts).tolist(), len(places)]
     places, targets = move(places, states.device), move(targets, states.device)
-    down, up = pair or (None, None)
-    found: Tensor = _AdaptedLogProbs.apply(states, weight, places, targets, down, up, scaling, size, bounds)
+    settings = _Settings(scaling, size, bounds)
+    found: Tensor = _AdaptedLogProbs.apply(states, weight, places, targets, settings, *(pair or ()))
     return found
 
 
@@ -79,46 +79,43 @@ def _once_each(
     return select_rows(found[:, None], move(which, found.device)).squeeze(1)
 
 
+class _Settings(NamedTuple):
+    scaling: float
+    size: int  # states of a chunk
+    bounds: Sequence[int]  # the targets of each chunk
+
+
 class _AdaptedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        states: Tensor,
-        weight: Tensor,
-        places: Tensor,
-        targets: Tensor,
-        down: Tensor | None,
-        up: Tensor | None,
-        scaling: float,
-        size: int,
-        bounds: list[int],
+        ctx: Any, states: Tensor, weight: Tensor, places: Tensor, targets: Tensor, at: _Settings, *pair: Tensor
     ) -> Tensor:
-        keep = len(states) <= size and not states.is_cuda
+        keep = len(states) <= at.size and not states.is_cuda
         parts, sums, kept = [], [], None
-        for number, part in enumerate(states.split(size)):
-            logits, _ = _logits(part, weight, down, up, scaling)
+        for number, part in enumerate(states.split(at.size)):
+            logits, _ = _logits(part, weight, at.scaling, pair)
             log_sum = logits.logsumexp(1)
-            own = slice(*bounds[number : number + 2])
-            rows = places[own] - number * size
+            own = slice(*at.bounds[number : number + 2])
+            rows = places[own] - number * at.size
             parts.append(logits[rows, targets[own]] - log_sum[rows])
             sums.append(log_sum)
             kept = logits if keep else None
-        ctx.save_for_backward(states, weight, places, targets, down, up, torch.cat(sums), kept)
-        ctx.settings = scaling, size, bounds
+        ctx.save_for_backward(states, weight, places, targets, torch.cat(sums), kept, *pair)
+        ctx.at = at
         return torch.cat(parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight, places, targets, down, up, sums, kept = ctx.saved_tensors
-        scaling, size, bounds = ctx.settings
+        states, weight, places, targets, sums, kept, *pair = ctx.saved_tensors
+        at: _Settings = ctx.at
         grad_states = torch.empty_like(states)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grads = () if down is None or up is None else (torch.zeros_like(down), torch.zeros_like(up))
-        for number, start in enumerate(range(0, len(states), size)):
-            rows, own = slice(start, start + size), slice(*bounds[number : number + 2])
+        grads = [torch.zeros_like(matrix) for matrix in pair]
+        for number, start in enumerate(range(0, len(states), at.size)):
+            rows, own = slice(start, start + at.size), slice(*at.bounds[number : number + 2])
             where = places[own] - start
-            logits, inner = (kept, None) if kept is not None else _logits(states[rows], weight, down, up, scaling)
+            logits, inner = (kept, None) if kept is not None else _logits(states[rows], weight, at.scaling, pair)
             # d log p_t / d z_j = [j = t] - p_j
             of_rows = grad.new_zeros(len(logits)).index_add_(0, where, grad[own])
             slope = (logits - sums[rows, None]).exp_().mul_(-of_rows[:, None])
@@ -126,24 +123,24 @@ class _AdaptedLogProbs(torch.autograd.Function):
             torch.mm(slope.to(states.dtype), weight, out=grad_states[rows])
             if grad_weight is not None:
                 grad_weight += torch.mm(slope.to(states.dtype).t(), states[rows])
-            if not grads:
+            if not pair:
                 continue
+            down, up = (matrix.to(slope.dtype) for matrix in pair)
             part = states[rows].to(slope.dtype)
-            inner = torch.mm(part, down.t().to(slope.dtype)) if inner is None else inner
-            grad_inner = torch.mm(slope, up.to(slope.dtype)).mul_(scaling)
-            grad_states[rows] += torch.mm(grad_inner, down.to(slope.dtype)).to(states.dtype)
+            inner = torch.mm(part, down.t()) if inner is None else inner
+            grad_inner = torch.mm(slope, up).mul_(at.scaling)
+            grad_states[rows] += torch.mm(grad_inner, down).to(states.dtype)
             grads[0].addmm_(grad_inner.t(), part)
-            grads[1].addmm_(slope.t(), inner, alpha=scaling)
-        return grad_states, grad_weight, None, None, *(grads or (None, None)), None, None, None
+            grads[1].addmm_(slope.t(), inner, alpha=at.scaling)
+        return grad_states, grad_weight, None, None, None, *grads
 
 
-def _logits(
-    states: Tensor, weight: Tensor, down: Tensor | None, up: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor | None]:
+def _logits(states: Tensor, weight: Tensor, scaling: float, pair: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Logits ``(n, V)`` float32 and, with an adapter, ``states A^T``."""
     logits = project(states, weight)
-    if down is None or up is None:
+    if not pair:
         return logits, None
+    down, up = pair
     return logits, add_head(logits, states, down, up, scaling)
 
 
@@ -412,3 +409,13 @@ def merge(gradients: Gradients, more: Gradients) -> None:
     """Adds ``more`` to gradients."""
     for matrix, new in more.items():
         gradients[matrix] = gradients[matrix] + new if matrix in gradients else new
+
+
+def trainable_weights(model: nn.Module, family: VLMFamily) -> dict[str, Tensor]:
+    """The parameters of a model under their names, tied ones once, whose gradients are turned on. Those of its vision tower and
+    mergers are not among them, and stay frozen.
+    """
+    frozen = tuple(f"{part}." for part in family.vision_parts)
+    return {
+        name: parameter.requires_grad_() for name, parameter in model.named_parameters() if not name.startswith(frozen)
+    }

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig
@@ -12,7 +13,7 @@ from dataproto.chunks import Chunk
 from dataproto.errors import InvalidPrompt
 from dataproto_server.config import EngineOptions
 from dataproto_server.engine.adapter_trainer import AdapterTrainer, ScoredPrompt
-from rollout.adapters import Adapter, PromptScores
+from rollout.adapters import Adapter, PromptScores, read_adapter
 from rollout.engine import Completion, RequestEngine
 from rollout.hf import AdapterEngine
 from rollout.prompts import ChunkRenderer, PlacedSequence, PromptBuilder, TokenSequence, images_by_content
@@ -74,6 +75,10 @@ class BaseModel:
         )
         log.info("vLLM has started in %.1f s", time.perf_counter() - began)
         return engine
+
+    def read_adapter(self, directory: Path) -> Adapter:
+        """See `rollout.adapters.read_adapter`."""
+        return read_adapter(directory, self.trainer.model, self.trainer.family, self.trainer.device)
 
     def score_later(self, prompt: PlacedSequence, adapter: Adapter | None, scores: PromptScores) -> None:
         """Lets `poll` score a prompt, unless the sampler does while it reads it."""

@@ -3,7 +3,6 @@
 import gc
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from dataproto_server.engine.passes import OpenPass, open_pass, run_passes
 from dataproto_server.engine.sampling import OpenSample, open_sample
 from dataproto_server.engine.trained_adapter import TrainedAdapter, TrainedMatrices, TrainedWeights
 from dataproto_server.refusals import failure_of, server_failure
-from rollout.adapters import Adapter, AdapterConfig, read_adapter
+from rollout.adapters import Adapter, AdapterConfig
 from workers.model.model_config import AdamParams
 
 MOST_CHECKPOINTS = 2  # in memory
@@ -37,15 +36,6 @@ CHECKPOINT_FILE = "config.json"
 """In a snapshot with all weights of a model; one with an adapter has none."""
 Polled = dict[str, SampleResult | Failure]
 """Requests that have ended, by their ids."""
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A model that a client trains."""
-
-    base_model: str
-    base: BaseModel
-    trained: TrainedMatrices
 
 
 class InProcessEngine:
@@ -68,7 +58,7 @@ class InProcessEngine:
         self.options, self.device = options or EngineOptions(), device
         self.paths = {name: str(path) for name, path in models.items()}
         self._bases: dict[str, BaseModel] = {}
-        self._models: dict[str, TrainedModel] = {}
+        self._models: dict[str, TrainedMatrices] = {}
         self._adapters: OrderedDict[Path, Adapter] = OrderedDict()  # of snapshots; last used last
         self._checkpoints: OrderedDict[Path, BaseModel] = OrderedDict()  # the same with all weights
         self._open: dict[BaseModel, dict[int, OpenSample]] = {}  # those in flight, by their numbers in the sampler
@@ -93,15 +83,15 @@ class InProcessEngine:
 
     def base(self, name: str) -> BaseModel:
         """A base model by the name that clients use. Raises `InvalidConfig`."""
-        self._check_name(name)
-        path = self.paths[name]
+        path = self._path(name)
         if path not in self._bases:
             self._bases[path] = BaseModel(path, self.options, self.device)
         return self._bases[path]
 
-    def _check_name(self, name: str) -> None:
+    def _path(self, name: str) -> str:
         if name not in self.paths:
             raise InvalidConfig(f"base model {name!r} is unknown: choose one of {', '.join(self.paths)}")
+        return self.paths[name]
 
     # Training
 
@@ -125,28 +115,20 @@ class InProcessEngine:
         models = self._models.values()
         if full and not self.options.full_finetuning:
             raise InvalidConfig("rank=0 trains all weights: start the engine with full_finetuning, or choose a rank")
-        if full and any(model.trained.adapter is None for model in models):
+        if full and any(model.adapter is None for model in models):
             raise InvalidConfig("a model trains all weights already, and there may be one")
         if lora is not None and not full and not 1 <= lora.rank <= self.options.max_lora_rank:
             raise InvalidConfig(f"rank={lora.rank}: must be from 1 to max_lora_rank={self.options.max_lora_rank}")
         if len(models) >= self.options.max_models:
             raise InvalidConfig(f"{len(models)} models are trained already, the most that there may be (--max-models)")
 
-    def _new_model(self, base_model: str, lora: LoraSpec | None) -> TrainedModel:
+    def _new_model(self, base_model: str, lora: LoraSpec | None) -> TrainedMatrices:
         if lora is None or lora.rank == 0:
-            return self._all_weights(base_model)
+            copied = BaseModel(self._path(base_model), self.options, self.device, trains_weights=True)
+            return TrainedWeights(base_model, copied)
         base = self.base(base_model)
         config = AdapterConfig(lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, head=lora.train_unembed)
-        adapter = base.trainer.new_adapter(config, lora.seed or 0)
-        trained = TrainedAdapter(adapter, base.trainer.model, base.trainer.family)
-        return TrainedModel(base_model, base, trained)
-
-    def _all_weights(self, base_model: str) -> TrainedModel:
-        """A copy of a base model whose weights are trained."""
-        self._check_name(base_model)
-        base = BaseModel(self.paths[base_model], self.options, self.device, trains_weights=True)
-        trained = TrainedWeights(base.trainer.weights, base.trainer.model, base.renderer.builder)
-        return TrainedModel(base_model, base, trained)
+        return TrainedAdapter(base.trainer.new_adapter(config, lora.seed or 0), base_model, base)
 
     def passes(self, passes: Sequence[Pass], *, between: Callable[[], None] = nothing) -> list[PassResult | Failure]:
         """Computes passes of any models in one packed batch; the gradients of a model add up until its `optim_step`.
@@ -160,7 +142,7 @@ class InProcessEngine:
         """
         results: dict[int, PassResult | Failure] = {}
         opened: dict[BaseModel, list[OpenPass]] = {}
-        models: dict[str, TrainedModel] = {}
+        models: dict[str, TrainedMatrices] = {}
         for each in passes:
             if each.stand_in is not None and each.model_id not in models:
                 models[each.model_id] = self._new_model(*each.stand_in)
@@ -169,7 +151,7 @@ class InProcessEngine:
                 if given.model_id not in models:
                     models[given.model_id] = self._model(given.model_id)
                 model = models[given.model_id]
-                one = open_pass(number, given, model.base, model.trained.adapter, self.options.max_targets)
+                one = open_pass(number, given, model.base, model.adapter, self.options.max_targets)
                 opened.setdefault(model.base, []).append(one)
             except Exception as error:
                 results[number] = failure_of(error)
@@ -177,7 +159,7 @@ class InProcessEngine:
         for gradients, found in computed:
             results |= found
             for model in models.values():
-                model.trained.add_gradients(gradients)
+                model.add_gradients(gradients)
         return [results[number] for number in range(len(passes))]
 
     def optim_step(self, model_id: str, adam: AdamParams) -> Mapping[str, float]:
@@ -186,7 +168,7 @@ class InProcessEngine:
         Returns:
             metrics: ``grad_norm`` before clipping, ``lr``, and ``skipped_steps``, those that were not made.
         """
-        return self._model(model_id).trained.step(adam)
+        return self._model(model_id).step(adam)
 
     def save(self, model_id: str, directory: Path, *, later: Later = at_once) -> None:
         """Writes the adapter (peft's files) and the AdamW state (`OPTIMIZER_FILE`) to an empty directory, without gradients.
@@ -199,8 +181,8 @@ class InProcessEngine:
             CheckpointError: a weight is not finite; names the model.
         """
         model = self._model(model_id)
-        model.trained.check_finite(model_id)
-        model.trained.save(directory, model.base_model, later)
+        model.check_finite(model_id)
+        model.save(directory, later)
 
     def load(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         """Replaces the adapter of a model by a saved one, drops its gradients, and reads or drops its AdamW state.
@@ -208,7 +190,7 @@ class InProcessEngine:
         Raises:
             CheckpointError: the files do not fit the model, or cannot be read.
         """
-        self._model(model_id).trained.load(directory, optimizer=optimizer)
+        self._model(model_id).load(directory, optimizer=optimizer)
 
     def export(self, model_id: str, directory: Path, *, sampled: bool = False, later: Later = at_once) -> None:
         """Writes the adapter to an empty directory, as a `Snapshot` and for peft.
@@ -221,15 +203,14 @@ class InProcessEngine:
             CheckpointError: a weight is not finite; names the model.
         """
         model = self._model(model_id)
-        model.trained.check_finite(model_id)
-        dtype = model.base.sampled_dtype if sampled else torch.float32
-        model.trained.export(directory, model.base_model, dtype, later)
+        model.check_finite(model_id)
+        model.export(directory, model.base.sampled_dtype if sampled else torch.float32, later)
 
     def release(self, model_id: str) -> None:
         """Forgets a model; an unknown one is no error."""
         self._models.pop(model_id, None)
 
-    def _model(self, model_id: str) -> TrainedModel:
+    def _model(self, model_id: str) -> TrainedMatrices:
         if model_id not in self._models:
             raise InvalidConfig(f"model {model_id!r} is unknown")
         return self._models[model_id]
@@ -246,8 +227,7 @@ class InProcessEngine:
     def _adapter(self, directory: Path, base: BaseModel) -> Adapter:
         """The adapter of a snapshot, from memory or from its files. Raises `CheckpointError`."""
         if directory not in self._adapters:
-            trainer = base.trainer
-            self._adapters[directory] = read_adapter(directory, trainer.model, trainer.family, trainer.device)
+            self._adapters[directory] = base.read_adapter(directory)
             if len(self._adapters) > self.options.max_samplers:
                 self._adapters.popitem(last=False)
         self._adapters.move_to_end(directory)

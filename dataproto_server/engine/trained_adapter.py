@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -16,15 +16,9 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from dataproto.errors import CheckpointError, InvalidConfig
-from dataproto.vlm import VLMFamily, family_of
 from dataproto_server.backend import OPTIMIZER_FILE, Later, at_once
-from rollout.adapters import (
-    Adapter,
-    host_copies,
-    read_adapter,
-    read_tensors,
-    write_adapter,
-)
+from dataproto_server.engine.base_model import BaseModel
+from rollout.adapters import Adapter, host_copies, read_tensors, write_adapter
 from workers.model.model_config import LARGEST_FLOAT32, AdamParams, OptimizerConfig
 from workers.ranks.mesh import Ranks
 from workers.training.optimizer import Optimizer, new_moments
@@ -59,14 +53,18 @@ class TrainedMatrices(ABC):
     adapter: Adapter | None = None
     """``None`` if all weights of a model are trained."""
 
-    def __init__(self, matrices: Mapping[str, Tensor]) -> None:
-        """The matrices, by their names, have gradients; they are changed in place."""
-        self.matrices = matrices
+    def __init__(self, matrices: Mapping[str, Tensor], base_model: str, base: BaseModel) -> None:
+        """
+        Args:
+            matrices: by their names; they have gradients, and are changed in place.
+            base_model: by which clients call ``base``.
+        """
+        self.matrices, self.base_model, self.base = matrices, base_model, base
         # Its settings come with each step.
         self.optimizer = Optimizer(cast(Iterable[nn.Parameter], matrices.values()), OptimizerConfig())
 
     @abstractmethod
-    def export(self, directory: Path, base_model: str, dtype: torch.dtype, later: Later) -> None:
+    def export(self, directory: Path, dtype: torch.dtype, later: Later) -> None:
         """Writes what a sampler loads to a directory, which exists; an adapter in a dtype. For ``later`` see `save`."""
 
     @abstractmethod
@@ -111,7 +109,7 @@ class TrainedMatrices(ABC):
         return self.optimizer.step(params)
 
     @abstractmethod
-    def save(self, directory: Path, base_model: str, later: Later = at_once) -> None:
+    def save(self, directory: Path, later: Later = at_once) -> None:
         """Writes the matrices and the AdamW state, without gradients.
 
         Args:
@@ -167,30 +165,27 @@ class TrainedMatrices(ABC):
 class TrainedAdapter(TrainedMatrices):
     """An adapter with its gradients and AdamW state."""
 
-    def __init__(self, adapter: Adapter, model: nn.Module, family: VLMFamily) -> None:
-        """``model`` is the frozen one."""
-        super().__init__(dict(adapter.named_parameters()))
+    def __init__(self, adapter: Adapter, base_model: str, base: BaseModel) -> None:
+        super().__init__(dict(adapter.named_parameters()), base_model, base)
         self.adapter: Adapter = adapter
-        self.model, self.family = model, family
 
-    def export(self, directory: Path, base_model: str, dtype: torch.dtype, later: Later) -> None:
+    def export(self, directory: Path, dtype: torch.dtype, later: Later) -> None:
         """See `write_adapter`."""
-        later(partial(write_adapter, self.adapter.snapshot(dtype), directory, base_model, dtype))
+        later(partial(write_adapter, self.adapter.snapshot(dtype), directory, self.base_model, dtype))
 
-    def save(self, directory: Path, base_model: str, later: Later = at_once) -> None:
+    def save(self, directory: Path, later: Later = at_once) -> None:
         """See `TrainedMatrices.save`. The weights are copied now, and written later."""
         snapshot, state = self.adapter.snapshot(), host_copies(self.state())
 
         def write() -> None:
-            write_adapter(snapshot, directory, base_model)
+            write_adapter(snapshot, directory, self.base_model)
             _save(state, directory, OPTIMIZER_FILE)
 
         later(write)
 
     def read(self, directory: Path) -> Mapping[str, Tensor]:
         """See `read_adapter`."""
-        device = next(iter(self.matrices.values())).device
-        saved = read_adapter(directory, self.model, self.family, device)
+        saved = self.base.read_adapter(directory)
         if saved.config != self.adapter.config:
             raise CheckpointError(f"{directory} holds an adapter of {saved.config}, not of {self.adapter.config}")
         return dict(saved.named_parameters())
@@ -210,37 +205,21 @@ def _save(tensors: Mapping[str, Tensor], directory: Path, file: str) -> None:
 WEIGHTS_FILE = "weights.safetensors"
 
 
-def trainable_weights(model: nn.Module, family: VLMFamily) -> dict[str, Tensor]:
-    """The parameters of a model under their names, tied ones once, whose gradients are turned on. Those of its vision tower and
-    mergers are not among them, and stay frozen.
-    """
-    frozen = tuple(f"{part}." for part in family.vision_parts)
-    return {
-        name: parameter.requires_grad_() for name, parameter in model.named_parameters() if not name.startswith(frozen)
-    }
-
-
 class TrainedWeights(TrainedMatrices):
     """All weights of a model with their gradients and AdamW state."""
 
-    def __init__(self, weights: Mapping[str, Tensor], model: Any, processors: Any) -> None:
-        """
-        Args:
-            weights: see `trainable_weights`.
-            model: of which they are the weights.
-            processors: writes what a checkpoint has next to its weights; see `PromptBuilder.save_pretrained`.
-        """
-        super().__init__(weights)
-        self.model, self.processors = model, processors
+    def __init__(self, base_model: str, base: BaseModel) -> None:
+        """``base`` is a copy of the model for them; see `AdapterTrainer`."""
+        super().__init__(base.trainer.weights, base_model, base)
 
-    def export(self, directory: Path, base_model: str, dtype: torch.dtype, later: Later) -> None:
+    def export(self, directory: Path, dtype: torch.dtype, later: Later) -> None:
         """Writes a whole checkpoint, as ``from_pretrained`` loads it."""
-        export = ShardedExport(directory, self.model, family_of(self.model), Ranks(), dtype=None)
+        export = ShardedExport(directory, self.base.trainer.model, self.base.trainer.family, Ranks(), dtype=None)
         export.collect(in_background=False)
         export.finish()
-        self.processors.save_pretrained(directory)
+        self.base.renderer.builder.save_pretrained(directory)
 
-    def save(self, directory: Path, base_model: str, later: Later = at_once) -> None:
+    def save(self, directory: Path, later: Later = at_once) -> None:
         """See `TrainedMatrices.save`."""
         _save(self.matrices, directory, WEIGHTS_FILE)
         _save(self.state(), directory, OPTIMIZER_FILE)

@@ -145,4 +145,4 @@ def weights(engine: InProcessEngine, model: str, directory: Path) -> dict[str, t
 
 def gradients(engine: InProcessEngine, model: str) -> dict[str, torch.Tensor | None]:
     """Those that wait for the next step, by name."""
-    return {name: matrix.grad for name, matrix in engine._models[model].trained.matrices.items()}
+    return {name: matrix.grad for name, matrix in engine._models[model].matrices.items()}

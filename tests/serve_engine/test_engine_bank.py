@@ -15,7 +15,7 @@ from workers.model.model_config import AdamParams
 
 
 def matrices_of(engine, name: str) -> dict[str, torch.Tensor]:
-    return {key: value.detach().clone() for key, value in engine._models[name].trained.matrices.items()}
+    return {key: value.detach().clone() for key, value in engine._models[name].matrices.items()}
 
 
 def test_a_seed_gives_an_adapter_and_another_seed_another_one(engine):
@@ -38,7 +38,7 @@ def test_an_adapter_of_any_rank_is_scaled_by_32_over_the_rank(engine, tmp_path, 
     engine.export("m", tmp_path)
     settings = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert (settings["r"], settings["lora_alpha"]) == (rank, 32)
-    assert engine._models["m"].trained.adapter.config.scaling == 32 / rank
+    assert engine._models["m"].adapter.config.scaling == 32 / rank
     for name, matrix in matrices_of(engine, "m").items():
         assert matrix.shape[0 if "lora_A" in name else 1] == rank
 
@@ -89,7 +89,7 @@ def test_the_rows_of_all_tenants_are_one_pass_over_the_base_in_the_order_of_thei
     ]
     engine.passes(passes)
     assert len(calls) == 1
-    assert [adapter for adapter, _ in routes[0].runs] == [engine._models[name].trained.adapter for name in names]
+    assert [adapter for adapter, _ in routes[0].runs] == [engine._models[name].adapter for name in names]
     assert sum(size for _, size in routes[0].runs) <= sum(
         length(engine, datum.chunks) for each in passes for datum in each.data
     )

@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_hugging_face(engine, path):
     targets, weights = (torch.from_numpy(data[0].inputs[name]) for name in ("target_tokens", "weights"))
     (-out.logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0] * weights).sum().backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters() if "visual" not in name}
-    found = {name: matrix.grad for name, matrix in engine._models["full"].trained.matrices.items()}
+    found = {name: matrix.grad for name, matrix in engine._models["full"].matrices.items()}
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], atol=2e-5, rtol=1e-4)
@@ -165,7 +165,7 @@ def test_saved_and_loaded_is_uninterrupted_bit_for_bit(engine, path, tmp_path):
     later.load("full", tmp_path / "saved", optimizer=True)
     for each in (engine, later):
         train(each, "full", data)
-    whole, resumed = (each._models["full"].trained.matrices for each in (engine, later))
+    whole, resumed = (each._models["full"].matrices for each in (engine, later))
     assert all(torch.equal(matrix, resumed[name]) for name, matrix in whole.items())
     new_model(later, "adapter")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json cannot be read"):

@@ -9,7 +9,7 @@ import torch
 
 from dataproto.errors import CheckpointError
 from dataproto_server.backend import OPTIMIZER_FILE, Datum, SampleRequest, Sampling, Snapshot
-from dataproto_server.engine import in_process
+from dataproto_server.engine import base_model
 from dataproto_server.refusals import failure_of
 from helpers.served_models import (
     chunks,
@@ -66,7 +66,7 @@ def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(engine, tmp
 def test_weights_that_are_not_finite_are_not_saved(engine, tmp_path):
     """No step leaves such weights. The message names the model, and the fault is the client's."""
     new_model(engine, "m", 8)
-    next(iter(engine._models["m"].trained.matrices.values())).data.fill_(math.inf)
+    next(iter(engine._models["m"].matrices.values())).data.fill_(math.inf)
     for write in (engine.save, engine.export):
         with pytest.raises(CheckpointError, match=r"model 'm': .*lora_\w\.weight is not finite") as caught:
             write("m", tmp_path)
@@ -134,7 +134,7 @@ def test_a_snapshot_that_cannot_be_read_for_want_of_memory_can_be_read_later(pat
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(in_process, "read_adapter", fails)
+        patch.setattr(base_model, "read_adapter", fails)
         engine.submit(SampleRequest("r", snapshot, data[0].chunks, 1, Sampling(1)))
         (failed,) = engine.poll().values()
     assert failed.message.startswith("OutOfMemoryError in the server")

@@ -109,7 +109,7 @@ def test_samples_of_a_prompt_are_trained_as_if_each_were_alone(unlike):
         Datum(each, random_inputs(length(unlike.engine, each), "importance_sampling", seed=number))
         for number, each in enumerate(parts)
     ]
-    matrices = unlike.engine._models["m"].trained.matrices
+    matrices = unlike.engine._models["m"].matrices
     found, gradients = [], []
     for passes in ([data], [[each] for each in data]):
         for matrix in matrices.values():
@@ -195,7 +195,7 @@ def test_a_pass_does_not_depend_on_who_saw_its_images_first(model_type, tmp_path
         if first == "pass":
             run_pass(engine, "other", [Datum(two, random_inputs(length(engine, two), "cross_entropy"))])
         result = run_pass(engine, "m", data)
-        matrices = engine._models["m"].trained.matrices
+        matrices = engine._models["m"].matrices
         found.append([result.outputs[0]["logprobs"], *(matrix.grad.numpy() for matrix in matrices.values())])
         assert engine.base("tiny").trainer.features.computed == 2
     for others in found[1:]:

@@ -116,7 +116,7 @@ def test_a_target_without_a_log_prob_gives_zero(engine):
 def test_a_model_that_is_not_finite_fails_by_name(engine):
     new_model(engine, "m")
     new_model(engine, "other")
-    next(iter(engine._models["m"].trained.matrices.values())).data.fill_(math.inf)
+    next(iter(engine._models["m"].matrices.values())).data.fill_(math.inf)
     data = rows(engine, "cross_entropy", seed=1)
     failed, fine = engine.passes([Pass("m", data, "cross_entropy"), Pass("other", data, "cross_entropy")])
     assert "logits of the model are not finite" in failed.message
@@ -161,12 +161,12 @@ def test_rows_whose_gradients_are_not_finite_together_fail_their_pass(engine):
     (failed,) = engine.passes([Pass("m", overflowing(engine, most, most), "cross_entropy")])
     assert failed.message.startswith("the gradient of rows 0 to 1 together is not finite")
     assert all(gradient is None for gradient in gradients(engine, "m").values())
-    before = [matrix.clone() for matrix in engine._models["m"].trained.matrices.values()]
+    before = [matrix.clone() for matrix in engine._models["m"].matrices.values()]
     for _ in range(2):  # each pass could be a step
         run_pass(engine, "m", overflowing(engine, most))
     skipped = engine.optim_step("m", ADAM)
     assert (skipped["grad_norm"], skipped["skipped_steps"]) == (math.inf, 1)
-    assert all(map(torch.equal, before, engine._models["m"].trained.matrices.values()))
+    assert all(map(torch.equal, before, engine._models["m"].matrices.values()))
 
 
 def test_a_pass_that_is_computed_again_is_not_checked_for_its_gradient(engine):
@@ -196,7 +196,7 @@ def test_a_pass_that_cannot_be_computed_is_the_servers_fault(engine, monkeypatch
     for name in ("m", "other"):
         new_model(engine, name)
     data, trainer = rows(engine, "cross_entropy", seed=1), engine.base("tiny").trainer
-    mine, compute = engine._models["m"].trained.adapter, trainer.log_probs
+    mine, compute = engine._models["m"].adapter, trainer.log_probs
 
     def fail(rows):
         if any(row.adapter is mine for row in rows):
@@ -225,7 +225,7 @@ def test_gradients_are_added_without_memory(engine):
             return operation(*arguments, **(options or {}))
 
     new_model(engine, "m")
-    trained = engine._models["m"].trained
+    trained = engine._models["m"]
     _, *matrices = trained.matrices.values()
     ones = [{matrix: torch.ones_like(matrix) for matrix in matrices} for _ in range(2)]
     with Full():

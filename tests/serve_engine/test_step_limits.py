@@ -23,7 +23,7 @@ TOO_LARGE = [
 
 def state_of(engine, name: str) -> dict[str, torch.Tensor]:
     """What a step may change."""
-    trained = engine._models[name].trained
+    trained = engine._models[name]
     found = {key: value.clone() for key, value in (*trained.matrices.items(), *trained.state().items())}
     return found | {f"{key}.grad": value.clone() for key, value in gradients(engine, name).items() if value is not None}
 

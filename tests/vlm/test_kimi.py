@@ -4,6 +4,7 @@ import ast
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -19,7 +20,8 @@ from dataproto.errors import InvalidConfig, InvalidMedia
 from dataproto.vlm import family_of
 from dataproto.vlm.families.kimi_k25 import grid_arguments, scaled_size
 from dataproto_server.backend import at_once
-from dataproto_server.engine.trained_adapter import TrainedWeights, trainable_weights
+from dataproto_server.engine.adapter_trainer import trainable_weights
+from dataproto_server.engine.trained_adapter import TrainedWeights
 from helpers.checkpoints import write_checkpoint
 from helpers.examples import at_most
 from helpers.tiny_models import image_inputs, tiny_config, tiny_model
@@ -126,7 +128,9 @@ def test_exports_have_the_names_and_settings_of_published_checkpoints_and_are_re
 
 def test_exports_of_full_training_on_the_server_have_these_names_too(tmp_path):
     model, builder = tiny_model("kimi_k25"), mock.Mock()
-    TrainedWeights(trainable_weights(model, FAMILY), model, builder).export(tmp_path, "", torch.float32, at_once)
+    trainer = SimpleNamespace(model=model, family=FAMILY, weights=trainable_weights(model, FAMILY))
+    base = SimpleNamespace(trainer=trainer, renderer=SimpleNamespace(builder=builder))
+    TrainedWeights("kimi", base).export(tmp_path, torch.float32, at_once)
     assert load_file(tmp_path / "model.safetensors").keys() == published_names(model.config)
     read = FAMILY.model_class().from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in read.items())
