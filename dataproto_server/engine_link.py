@@ -110,16 +110,13 @@ class EngineLink:
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
-            self._lose()
-
-    def _lose(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(EngineLost("the engine process has gone"))
-        self.on_lost()
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = None
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(EngineLost("the engine process has gone"))
+            self.on_lost()
 
     async def close(self) -> None:
         """Ends the connection, if there is one."""

@@ -267,7 +267,12 @@ def run_passes(base: BaseModel, passes: Sequence[OpenPass], between: Between) ->
                 _check_gradients(base, left, gradients, between)
         except Exception as error:  # such as too little memory
             if len(left) > 1:
-                return _one_by_one(base, left, between, failed)
+                one_by_one: Gradients = {}
+                for each in left:
+                    found, result = run_passes(base, [each], between)
+                    merge(one_by_one, found)
+                    failed |= result
+                return one_by_one, failed
             failed[left[0].number] = failure_of(error)
             break
         wrong = [each for each in left if each.error is not None]
@@ -276,17 +281,6 @@ def run_passes(base: BaseModel, passes: Sequence[OpenPass], between: Between) ->
         failed |= {each.number: Failure(str(each.error), "user") for each in wrong}
         left = [each for each in left if each.error is None]
     return {}, failed
-
-
-def _one_by_one(
-    base: BaseModel, passes: Sequence[OpenPass], between: Between, results: Results
-) -> tuple[Gradients, Results]:
-    gradients: Gradients = {}
-    for each in passes:
-        found, result = run_passes(base, [each], between)
-        merge(gradients, found)
-        results |= result
-    return gradients, results
 
 
 def _attempt(base: BaseModel, passes: Sequence[OpenPass], between: Between) -> Gradients:

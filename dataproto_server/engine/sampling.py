@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidPrompt
-from dataproto_server.backend import Array, Sample, SampleRequest, SampleResult, SparseRows, TopK
+from dataproto_server.backend import Sample, SampleRequest, SampleResult, SparseRows, TopK
 from dataproto_server.engine.base_model import BaseModel
 from rollout.adapters import NO_LOG_PROB, Adapter, AdapterRequest, PromptScores
 from rollout.engine import Completion, SamplingParams, TopLogProbs
@@ -122,21 +122,21 @@ def prompt_scores(request: SampleRequest, length: int, vocabulary: int) -> Promp
             f"prompt_logprobs_last_n={last}: needs prompt_logprobs, and must be from 1 to {length - 1}, the prompt's tokens but "
             "the first"
         )
+    if isinstance(targets, SparseRows):
+        targets = targets.padded(-1)
     if targets is not None:
-        targets = _targets(targets.padded(-1) if isinstance(targets, SparseRows) else targets, length, vocabulary)
+        if targets.ndim != 2 or len(targets) != length - 1 or targets.dtype.kind not in "iu":
+            raise InvalidPrompt(
+                f"target_prompt_logprobs is {targets.dtype} of shape {targets.shape}, but a prompt of {length} tokens takes "
+                f"int64 of ({length - 1}, K)"
+            )
+        if targets.size and (targets.min() < -1 or targets.max() >= vocabulary):
+            raise InvalidPrompt(
+                f"target_prompt_logprobs holds a number that is neither -1 nor a token below {vocabulary}"
+            )
+        targets = np.array(targets, dtype=np.int64)
     wanted = request.prompt_logprobs or top > 0 or targets is not None
     return PromptScores(top, last, targets) if wanted else None
-
-
-def _targets(targets: Array, length: int, vocabulary: int) -> Array:
-    if targets.ndim != 2 or len(targets) != length - 1 or targets.dtype.kind not in "iu":
-        raise InvalidPrompt(
-            f"target_prompt_logprobs is {targets.dtype} of shape {targets.shape}, but a prompt of {length} tokens takes int64 of "
-            f"({length - 1}, K)"
-        )
-    if targets.size and (targets.min() < -1 or targets.max() >= vocabulary):
-        raise InvalidPrompt(f"target_prompt_logprobs holds a number that is neither -1 nor a token below {vocabulary}")
-    return np.array(targets, dtype=np.int64)
 
 
 def _sample(done: Completion, top: int) -> Sample:

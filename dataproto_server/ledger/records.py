@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -173,12 +174,8 @@ class Catalogue:
         checkpoints = database.run_now(everything(Checkpoint))
         self.checkpoints: dict[tuple[str, str, str], Checkpoint] = {(e.run, e.kind, e.name): e for e in checkpoints}
         self.making: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of each key: it makes one run at a time
-        self._numbers = max((run.number for run in self.runs.values()), default=0)
-
-    def next_number(self) -> int:
-        """A number for a new run, which names its directory."""
-        self._numbers += 1
-        return self._numbers
+        self.numbers = count(1 + max((run.number for run in self.runs.values()), default=0))
+        """Of new runs; they name their directories."""
 
     async def write(self, *records: Any) -> None:
         """Writes new records, all or none."""

@@ -163,7 +163,11 @@ async def create_sampling_session(call: Call) -> Answer:
         digest=digest,
     )
     with nullcontext() if directory is None else call.service.samples.hold(directory):
-        await _check(call, sampler)
+        if directory is not None:
+            try:
+                await asyncio.to_thread(check_directory, catalogue.place(directory))
+            except CheckpointError as error:
+                raise InvalidRequest(f"{asked.model_path}: {error}") from error
         await catalogue.write(sampler)
         catalogue.samplers[sampler_id] = sampler
     if session.state != "live":  # it has ended meanwhile, with the samplers that it had
@@ -184,15 +188,6 @@ async def _weights(call: Call, asked: CreateSampler) -> tuple[str, str | None]:
     if asked.base_model not in (None, base):
         raise InvalidRequest(f"{asked.model_path} is an adapter of {base}, not of {asked.base_model}")
     return base, checkpoint.directory
-
-
-async def _check(call: Call, sampler: Sampler) -> None:
-    """Raises `InvalidRequest` if the files of a checkpoint have changed."""
-    if sampler.directory is not None:
-        try:
-            await asyncio.to_thread(check_directory, call.service.catalogue.place(sampler.directory))
-        except CheckpointError as error:
-            raise InvalidRequest(f"{sampler.model_path}: {error}") from error
 
 
 async def get_sampler(call: Call) -> Answer:

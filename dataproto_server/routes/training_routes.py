@@ -42,7 +42,7 @@ async def _new_run(call: Call, kind: str, form: type[CreateModel] | type[LoadWei
         if (run := catalogue.runs.get(run_id)) is None:
             run = Run(
                 id=run_id,
-                number=catalogue.next_number(),
+                number=next(catalogue.numbers),
                 session=session_id,
                 owner=call.owner,
                 base_model=asked.base_model or "" if asked else "",

@@ -77,7 +77,7 @@ class Front:
             await self.service.catalogue.write(made)
         run = Run(
             id=name,
-            number=self.service.catalogue.next_number(),
+            number=next(self.service.catalogue.numbers),
             session=session,
             owner="ann",
             base_model="tiny/vector",
