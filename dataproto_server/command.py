@@ -188,7 +188,7 @@ with tinker.ServiceClient() as service:
 def main(arguments: Sequence[str] | None = None, config: ServeConfig | None = None) -> int:
     """Parses the command line, serves until it is interrupted, and returns the exit status."""
     with exit_status(arguments, resumes=False) as status:
-        require_extra("serve", "dataproto serve", "starlette", "uvicorn", "zstandard")
+        require_extra("serve", "dataproto serve", "starlette", "uvicorn")
         serve(config or parse(status.arguments), status.arguments)
     return status.code
 

@@ -20,7 +20,7 @@ class LimitsConfig:
     """What requests and keys may take; more is refused, and the refusal names the option.
 
     Attributes:
-        max_body_mb: size of a request's body, also after decompression
+        max_body_mb: size of a request's body
         max_images: images of a request
         max_image_megapixels: size of one image
         max_request_megapixels: size of all images of a request

@@ -100,8 +100,8 @@ def test_a_recipe_without_its_extra_ends_with_one_line():
 
 def test_the_server_without_its_extra_ends_with_one_line(tmp_path):
     code = f"from recipes.commands import main; sys.exit(main(['serve', '--state', {str(tmp_path)!r}]))"
-    done = run_without("starlette,uvicorn,zstandard", code)
+    done = run_without("starlette,uvicorn", code)
     assert (done.returncode, done.stderr.strip()) == (
         2,
-        "error: dataproto serve needs starlette, uvicorn, zstandard: pip install 'dataproto-vlm[serve]'",
+        "error: dataproto serve needs starlette, uvicorn: pip install 'dataproto-vlm[serve]'",
     )

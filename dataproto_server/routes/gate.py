@@ -1,14 +1,12 @@
 """What every request passes: the key, the limits of its body, the form of errors, a line in the log and a count."""
 
 import asyncio
-import io
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import zstandard
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -22,7 +20,6 @@ Kind = TypeVar("Kind", bound=Body)
 ERROR_SECONDS = 5.0  # clients repeat a request at once after an error of the server
 LARGE_BODY = 1 << 18  # bytes
 UNREAD = 8  # times the limit: such a body is read to its end, so that its sender sees the refusal
-MOST_WINDOW = 1 << 26  # bytes that a zstd frame may refer back to
 
 
 @dataclass
@@ -115,11 +112,7 @@ def refusal(status: int, message: str) -> Response:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The body, decompressed.
-
-    Raises:
-        Refused: it is larger than ``most`` bytes, before or after decompression, or not readable.
-    """
+    """The body. Raises `Refused` if it is larger than ``most`` bytes, or encoded."""
     too_large = Refused(413, f"the body is larger than {most >> 20} MB (--max-body-mb)")
     body, received = bytearray(), 0
     async for part in request.stream():
@@ -131,15 +124,6 @@ async def read_body(request: Request, most: int) -> bytes:
     if received > most:
         raise too_large
     encoding = request.headers.get("content-encoding", "identity")
-    if encoding == "identity":
-        return bytes(body)
-    if encoding != "zstd":
-        raise Refused(415, f"content encoding {encoding[:50]!r} is not known: zstd or none")
-    try:
-        reader = zstandard.ZstdDecompressor(max_window_size=MOST_WINDOW).stream_reader(io.BytesIO(bytes(body)))
-        plain: bytes = reader.read(most + 1)
-    except zstandard.ZstdError as error:
-        raise Refused(400, f"the body is no zstd frame: {error}") from error
-    if len(plain) > most:
-        raise too_large
-    return plain
+    if encoding != "identity":
+        raise Refused(415, f"content encoding {encoding[:50]!r}: send the body as it is")
+    return bytes(body)

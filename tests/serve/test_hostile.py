@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zstandard
 from PIL import Image
 
 from dataproto_server.codec import ForwardBackwardRequest
@@ -185,12 +184,10 @@ def test_fuzzed_requests_are_refused_and_the_server_lives(server, names):
 def test_bombs_are_refused_at_the_limit(server, names):
     _, _run, sampler = names
     before = memory(server)
-    bomb = zstandard.compress(bytes(1 << 28))  # 256 MiB in some kilobytes
-    status, found = send(server, "/api/v1/forward_backward", bomb, Content_Encoding="zstd")
+    for encoding in ("zstd", "gzip"):
+        assert send(server, "/api/v1/forward_backward", b"x", Content_Encoding=encoding)[0] == 415
+    status, found = send(server, "/api/v1/telemetry", bytes(9 * MEGABYTE))
     assert (status, b"--max-body-mb" in found) == (413, True)
-    assert send(server, "/api/v1/forward_backward", b"no frame", Content_Encoding="zstd")[0] == 400
-    assert send(server, "/api/v1/forward_backward", b"x", Content_Encoding="gzip")[0] == 415
-    assert send(server, "/api/v1/telemetry", bytes(9 * MEGABYTE))[0] == 413
     image = {"type": "image", "data": base64.b64encode(png_bomb()).decode(), "format": "png"}
     made = call(server, "asample", **sample_fields(sampler, 1000, prompt={"chunks": [image]}))[1]
     assert "--max-image-megapixels" in result(server, made["request_id"])["error"]
