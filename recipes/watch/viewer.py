@@ -18,25 +18,20 @@ from urllib.parse import parse_qs, urlsplit
 from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig
 from recipes.options import REQUIRED, exit_status, parse_config
 from recipes.options.config_file import CONFIG_FILE
+from recipes.watch import rollout_files
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics
 from recipes.watch.pages import TEMPLATES
 from recipes.watch.report import comparison, curves, is_run, runs_in
-from recipes.watch.rollout_files import (
-    FOLDER,
-    answers_file,
-    kept_steps,
-    load_tokens,
-    read_lines,
-    rollout_steps,
-    rows_file,
-)
 
 ADDRESS = "127.0.0.1"
 HOSTS = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d+)?", re.IGNORECASE)
 PICTURE = re.compile(r"/images/([0-9a-f]{16}\.(png|jpg|wav))")
 KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "png": "image/png", "jpg": "image/jpeg"}
 KINDS |= {"wav": "audio/wav"}
-SETS = {"training": (kept_steps, rows_file, "uid"), "held-out": (rollout_steps, answers_file, "key")}
+SETS = {
+    "training": (rollout_files.kept_steps, rollout_files.rows_file, "uid"),
+    "held-out": (rollout_files.rollout_steps, rollout_files.answers_file, "key"),
+}
 """Of the rollouts that steps sampled, and of the answers of evaluations: the steps, the file of one, and what each row has."""
 HEADERS = {
     # Text of rollouts cannot become code: scripts and styles come from this server's own files only.
@@ -144,7 +139,7 @@ class ViewerServer(ThreadingHTTPServer):
         if path == "/favicon.ico":
             return b"", "image/x-icon"
         if picture := PICTURE.fullmatch(path):
-            file = self.directory / FOLDER / "images" / picture[1]
+            file = self.directory / rollout_files.FOLDER / "images" / picture[1]
             return (file.read_bytes(), KINDS[picture[2]]) if file.is_file() else None
         if path == "/api/curves":
             return curves(read_metrics(self.directory / METRICS_FILE)).encode(errors="replace"), "text/html"
@@ -163,8 +158,8 @@ class ViewerServer(ThreadingHTTPServer):
         if step not in map(str, steps(self.directory)):
             raise InvalidConfig(f"no {name} rollouts of step {step!r} are kept")
         if path == "/api/tokens":
-            return load_tokens(self.directory, int(step))
-        return read_lines(file(self.directory, int(step)), needed)
+            return rollout_files.load_tokens(self.directory, int(step))
+        return rollout_files.read_lines(file(self.directory, int(step)), needed)
 
 
 class _Handler(BaseHTTPRequestHandler):
