@@ -101,11 +101,6 @@ class DatumInputs:
         """The token after which each target is predicted, ``(M,)`` int64, not decreasing."""
         return torch.from_numpy(self.layout.places)
 
-    @property
-    def size(self) -> int:
-        """Numbers of the output."""
-        return math.prod(self.layout.shape)
-
     def output(self, log_probs: Tensor) -> Tensor:
         """Log-probs of the targets ``(M,)`` in the shape of the inputs, 0 where a target has none."""
         return self.layout.spread(log_probs.where(self.known, 0.0))
@@ -246,7 +241,7 @@ def open_pass(number: int, given: Pass, base: BaseModel, adapter: Adapter | None
             raise InvalidRow(place, f"its loss inputs are {names}, those of row 0 {others}")
         opened.sequences.append(sequence)
         opened.inputs.append(inputs)
-        room = None if room is None else room - inputs.size
+        room = None if room is None else room - math.prod(inputs.layout.shape)
     return opened
 
 

@@ -1,10 +1,9 @@
 """Samples that wait or are being sampled: they are kept in memory, and sent again to an engine that starts anew."""
 
 import asyncio
-import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from dataproto_server.ledger.journal import Outcome
 from dataproto_server.ledger.records import Catalogue, Sampler
 from dataproto_server.refusals import Refused
 
-log = logging.getLogger("dataproto.serve")
 SENT_AHEAD = 2  # times the samples that the engine decodes at a time are sent to it; the others wait for their share
 
 
@@ -208,10 +206,8 @@ class Samples:
             await asyncio.to_thread(remove_directory, self.catalogue.place(directory))
 
     async def _post(self, method: str, **arguments: Any) -> None:
-        try:
+        with suppress(EngineLost):  # what it would forget is gone
             await self.link.post(method, **arguments)
-        except EngineLost:
-            log.debug("%s of an engine that has gone", method)
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal, NoReturn
 
@@ -145,9 +146,8 @@ class Scheduler:
 
     async def _while_rounds_continue(self, lane: Lane, work: Awaitable[None]) -> None:
         try:
-            await self._contained(lane, work)
-        except EngineLost:
-            log.debug("work for %s is lost with the engine", lane.run.id)  # as the rounds see
+            with suppress(EngineLost):  # as the rounds see
+                await self._contained(lane, work)
         finally:
             lane.saving = False
             self._begin_save(lane)  # the next one does not wait for the round either
