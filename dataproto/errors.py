@@ -234,6 +234,16 @@ def ending(*ends: Callable[[], object]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def undoing(*ends: Callable[[], object]) -> Iterator[None]:
+    """Calls each of ``ends`` if a block fails; their errors become notes of the block's."""
+    try:
+        yield
+    except BaseException as error:
+        end_after(error, *ends)
+        raise
+
+
+@contextlib.contextmanager
 def not_hiding(error: BaseException | None) -> Iterator[None]:
     """A block that must run although there is an ``error`` already, which is raised if the block fails as well."""
     try:

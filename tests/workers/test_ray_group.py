@@ -22,7 +22,7 @@ from dataproto.errors import InvalidColumn, InvalidConfig, RankFailure, WorkerFa
 from workers.cluster.host import Host
 from workers.cluster.placement import Placement
 from workers.cluster.ray_config import RayConfig
-from workers.cluster.ray_group import RayBlobs, RayGroup, RayHost, StepBlobs, new_step_blobs, running_ray
+from workers.cluster.ray_group import RayGroup, RayHost, StepBlobs, running_ray
 from workers.cluster.ray_launcher import RayPool, share_cores
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.layout import Layout
@@ -161,7 +161,7 @@ def test_what_only_a_start_of_ray_can_set_is_refused_afterwards(late):
 
 
 def start(layout: Layout | None = None, kind: type[Worker] = Worker, **options: float) -> RayGroup:
-    pool = RayPool(layout or Layout(dp=2), RayConfig(**options), new_step_blobs())
+    pool = RayPool(layout or Layout(dp=2), RayConfig(**options), StepBlobs())
     pool.connect()
     return pool.build("worker", kind)
 
@@ -276,7 +276,7 @@ def test_the_store_frees_the_media_of_a_step_that_ended(group):
 
 def test_media_are_released_above_the_limit_if_a_step_never_ends(group, monkeypatch):
     """A program that trains step by step sends new images with every call and never ends a step."""
-    blobs, size = StepBlobs(RayBlobs, lambda: 3 * 200 * 200 * 3), 200 * 200 * 3
+    blobs, size = StepBlobs(3 * 200 * 200 * 3), 200 * 200 * 3
     monkeypatch.setattr(group._pool, "blobs", blobs)
     kept = []
     for number in range(12):

@@ -41,35 +41,6 @@ from workers.ranks.dispatch_modes import (
 from workers.ranks.failures import REPORT_GRACE_S, Failure, grace_period
 from workers.training.mini_batches import split_scoring
 
-
-class StepBlobs:
-    """The media that the driver has put into the object store in this step; later calls of the step refer to them.
-
-    A program that trains step by step may never end a step. So `open` first releases what is kept if it exceeds the limit.
-    """
-
-    def __init__(self, new_store: Callable[[], Any], limit_bytes: Callable[[], int]) -> None:
-        """``new_store`` makes a blob store that counts its ``num_bytes``; ``limit_bytes`` is called once, by the first `open`."""
-        self._new_store, self._limit_bytes = new_store, limit_bytes
-        self._limit: int | None = None
-        self.renew()
-
-    def renew(self) -> None:
-        """Begins a new step: releases the media of the previous one."""
-        self._store = self._new_store()
-        self._shared = SharedBlobs(self._store)
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """What is pickled in the block shares its media with what was pickled earlier in the step; see `shared_blobs`."""
-        if self._limit is None:
-            self._limit = self._limit_bytes()
-        if self._store.num_bytes > self._limit:
-            self.renew()
-        with self._shared.open():
-            yield
-
-
 LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # for a cluster to reserve its resources
 MEDIA_SHARE = 0.25  # of the object store, for media that the calls of a step share
@@ -184,9 +155,31 @@ class RayBlobs:
         return RayBlobs, ()
 
 
-def new_step_blobs() -> StepBlobs:
-    """The media that the driver shares between the calls of a step, limited to `MEDIA_SHARE` of its node's object store."""
-    return StepBlobs(RayBlobs, _media_limit_bytes)
+class StepBlobs:
+    """The media that the driver has put into the object store in this step; later calls of the step refer to them.
+
+    A program that trains step by step may never end a step. So `open` first releases what is kept if it exceeds the limit.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        """``limit_bytes``: by default `MEDIA_SHARE` of the object store of the driver's node."""
+        self._limit = limit_bytes
+        self.renew()
+
+    def renew(self) -> None:
+        """Begins a new step: releases the media of the previous one."""
+        self._store = RayBlobs()
+        self._shared = SharedBlobs(self._store)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """What is pickled in the block shares its media with what was pickled earlier in the step; see `shared_blobs`."""
+        if self._limit is None:
+            self._limit = _media_limit_bytes()
+        if self._store.num_bytes > self._limit:
+            self.renew()
+        with self._shared.open():
+            yield
 
 
 def _media_limit_bytes() -> int:

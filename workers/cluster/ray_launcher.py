@@ -28,7 +28,6 @@ from workers.cluster.ray_group import (
     gpus_per_process,
     last_phases,
     lost_nodes,
-    new_step_blobs,
     pickle_unimportable_modules_by_value,
     running_ray,
     start_hosts,
@@ -355,7 +354,7 @@ Pools = dict[str, RayPool]
 
 def _start_pools(plan: LaunchPlan, config: RayConfig, stack: ExitStack) -> Pools:
     """Starts all processes at once, and waits for them."""
-    blobs, pools = new_step_blobs(), Pools()
+    blobs, pools = StepBlobs(), Pools()
     for name, planned in planned_pools(plan, config).items():
         pools[name] = RayPool(planned.layout, planned.config, blobs, planned.together, planned.device)
         stack.enter_context(ending(pools[name].close))

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig, end_after, ending, raise_first
+from dataproto.errors import InvalidConfig, end_after, ending
 from rollout.engine import SamplingParams
 from workers.ranks.layout import Layout
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -173,10 +173,5 @@ class Roles:
 
     def finish_saves(self) -> None:
         """Waits until the background saves of actor and critic are on disk, and raises the first of their errors."""
-        errors: list[Exception] = []
-        for group in (self.actor, *([self.critic] if self.has("critic") else [])):
-            try:
-                group.finish_save()
-            except Exception as error:
-                errors.append(error)
-        raise_first(errors)
+        trained = (self.actor, self.critic) if self.has("critic") else (self.actor,)
+        end_after(None, *(group.finish_save for group in trained))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig, end_after, ending
+from dataproto.errors import InvalidConfig, ending, undoing
 from dataproto.packing import MAX_TOKENS
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
@@ -195,11 +195,8 @@ class TrainedWorker(ModelWorker):
         self._refuse_open_passes("accumulate")
         open_update, self._open_update = self._open_update, None
         update = open_update or AccumulatedUpdate(self.model, aggregation, entropy)
-        try:
+        with undoing(partial(self._drop, update)):
             scores = update.add(data, loss_fn)
-        except BaseException as error:
-            end_after(error, partial(self._drop, update))
-            raise
         self._open_update = update
         return Updated({}, scores, np.asarray(data[ROW]) if ROW in data else None)
 
@@ -214,11 +211,8 @@ class TrainedWorker(ModelWorker):
         update, self._open_update = self._open_update, None
         if update is None:
             raise InvalidConfig("there is no update to finish: call accumulate first")
-        try:
+        with undoing(partial(self._drop, update)):
             return update.finish()
-        except BaseException as error:
-            end_after(error, partial(self._drop, update))
-            raise
 
     @dispatch("all")
     def drop_update(self) -> None:

@@ -108,12 +108,8 @@ def replays_routing(config: RolloutConfig, family: VLMFamily) -> bool:
 
 def split_prompts(call: Arguments, parts: int) -> list[Arguments]:
     """As `split_rows`; rows of one uid are numbered before they are split."""
-    args = tuple(number_occurrences(value) if isinstance(value, DataProto) else value for value in call.args)
-    kwargs = {
-        name: number_occurrences(value) if isinstance(value, DataProto) else value
-        for name, value in call.kwargs.items()
-    }
-    return split_rows(Arguments(args, kwargs), parts)
+    (numbered,) = call.with_first("prompts", [number_occurrences(call.first("prompts"))])
+    return split_rows(numbered, parts)
 
 
 class RolloutWorker:
@@ -192,7 +188,11 @@ class RolloutWorker:
                 shared = sharding.preprocess_data(self._numbered(prompts))
                 completions = list(self.engine.generate(build_requests(shared, sampling, self._calls), sampling))
                 rollouts = attach_responses(shared, completions, sampling, self.family, self.pad_token_id)
-                self._check_experts(rollouts)
+                if self.replays and len(rollouts) and ROUTED_EXPERTS not in rollouts:
+                    raise InvalidConfig(
+                        f"the engine {self.config.engine!r} has named no experts of its responses, which routing replay needs: "
+                        "turn it off (--rollout.no-replay-routing)"
+                    )
             with self.ranks.fail_together():
                 own = sharding.postprocess_data(rollouts)
                 own.pop(non_tensor_batch_keys=[OCCURRENCE])
@@ -368,14 +368,6 @@ class RolloutWorker:
     def _no_experts(self) -> Tensor | None:
         """The experts ``(0, M, k)`` of no token, if the actor is to use those that the engine names."""
         return self.engine.no_experts if self.replays else None
-
-    def _check_experts(self, rollouts: DataProto) -> None:
-        """Refuses responses without experts where the actor is to use the engine's."""
-        if self.replays and len(rollouts) and ROUTED_EXPERTS not in rollouts:
-            raise InvalidConfig(
-                f"the engine {self.config.engine!r} has named no experts of its responses, which routing replay needs: turn it "
-                "off (--rollout.no-replay-routing)"
-            )
 
     def _numbered(self, prompts: DataProto) -> DataProto:
         """The prompts with the column `OCCURRENCE`, counted over all data-parallel ranks."""

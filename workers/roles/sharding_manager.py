@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from dataproto import DataProto
 from dataproto.distributed import all_gather
-from dataproto.errors import InvalidConfig, RowCountMismatch, end_after
+from dataproto.errors import InvalidConfig, RowCountMismatch, end_after, undoing
 from dataproto.packing import other_response_columns, token_widths, widen
 from rollout.engine import RolloutEngine
 from rollout.sampling import derive_seed
@@ -190,13 +190,10 @@ class ShardingManager:
     def __enter__(self) -> "ShardingManager":
         """Wakes the engine; an error of one engine is raised on all ranks, see `Ranks.fail_together`."""
         self._phase.enter_context(PHASES.phase(GENERATION))
-        try:
+        with undoing(*self._rest):  # training needs the memory
             with self.ranks.fail_together():
                 kept = self.engine.wake()
             self._bring_up_to_date(kept)
-        except BaseException as error:
-            end_after(error, *self._rest)  # training needs the memory
-            raise
         self.stale = False
         self._training_random = random_states()
         if self._rollout_random is None:

@@ -82,14 +82,6 @@ def _raise_interrupt(error: checkpoint.CheckpointException) -> None:
             raise cause from error
 
 
-def write_state_in_background(state: dict[str, Any], directory: Path) -> "Future[None]":
-    """As `write_state`, of a copy of ``state``, in the background; see `run_in_background`."""
-    copy = tree_map(
-        lambda value: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value, state
-    )
-    return run_in_background(lambda group: write_state(copy, directory, group))
-
-
 def run_in_background(write: Callable[[ProcessGroup | None], None]) -> "Future[None]":
     """Calls ``write`` in the background with a process group of all ranks, ``None`` if there is none. Every rank calls it.
 
@@ -369,23 +361,23 @@ class Saving:
         """
         export = ShardedExport(directory / "huggingface", module.model, module.family, ranks, dtype)
         export.collect(in_background)
-
-        def finish() -> None:
-            if in_background:
-                self._writes.append(run_in_background(export.finish))
-            else:
-                export.finish()
-
-        with ending(finish):  # the other ranks wait there
+        with ending(lambda: self._write(export.finish, in_background)):  # the other ranks wait there
             self.save_training(directory, module, optimizer, in_background)
 
     def save_training(self, directory: Path, module: PackedVLM, optimizer: Optimizer, in_background: bool) -> None:
         """Writes only ``training/``."""
-        state = _training_state(module, optimizer, optimizer.moments)
+        state = _weights_and_counts(module, optimizer)
+        for name, value in _named_moments(module, optimizer.moments):
+            state |= stored_parts(name, value)
         if in_background:
-            self._writes.append(write_state_in_background(state, directory / "training"))
+            state = tree_map(_host_copy, state)
+        self._write(lambda group: write_state(state, directory / "training", group), in_background)
+
+    def _write(self, write: Callable[[ProcessGroup | None], None], in_background: bool) -> None:
+        if in_background:
+            self._writes.append(run_in_background(write))
         else:
-            write_state(state, directory / "training")
+            write(None)
 
     def finish(self) -> None:
         """Waits until all is written; raises the error of a write that failed."""
@@ -427,12 +419,8 @@ def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer
     optimizer.restore(moments, state["steps"], state["skipped_steps"])
 
 
-def _training_state(module: PackedVLM, optimizer: Optimizer, moments: Moments) -> dict[str, Any]:
-    """The state to write, with the moments of these parameters."""
-    found = _weights_and_counts(module, optimizer)
-    for name, value in _named_moments(module, moments):
-        found |= stored_parts(name, value)
-    return found
+def _host_copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _weights_and_counts(module: PackedVLM, optimizer: Optimizer) -> dict[str, Any]:

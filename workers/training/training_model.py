@@ -4,7 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig, end_after, ending
+from dataproto.errors import InvalidConfig, ending, undoing
 from dataproto.packing import MAX_TOKENS
 from workers.model.model_config import UNSHARDED, Unsharded
 from workers.model.named_weights import all_adapter_weights, all_named_weights, float32_weights
@@ -239,15 +239,7 @@ class TrainingModel:
                     found[1, rows] = outputs.entropy
             return outputs.scores.new_zeros(())
 
-        with (
-            PHASES.phase(SCORES.get(into, into)),
-            torch.no_grad(),
-            expandable_segments(self.device),
-            self.residence.using(),
-            self.precision.compute(),
-            self._resharded(),
-            self._keep_gathered(backward=False),
-        ):
+        with PHASES.phase(SCORES.get(into, into)), self._passes(backward=False):
             parts = self.micro_batches(data, backward=False)
             if self.pipeline is not None:
                 self._run_pipeline(self.pipeline, parts, keep, entropy)
@@ -284,15 +276,7 @@ class TrainingModel:
             loss, metrics = loss_fn(outputs, rows_to_device(part.rows, self.device))
             return sums.add(part.index, outputs.scores, loss, metrics)
 
-        with (
-            torch.set_grad_enabled(backward),
-            expandable_segments(self.device),
-            self.residence.using(),
-            self.precision.compute(),
-            self._clear_gradients_on_error(backward),
-            nullcontext() if backward else self._resharded(),
-            self._keep_gathered(backward),
-        ):
+        with self._passes(backward):
             parts = self.micro_batches(data, backward)
             if self.pipeline is not None:
                 self._run_pipeline(self.pipeline, parts, conclude, entropy, backward)
@@ -354,29 +338,24 @@ class TrainingModel:
             transform.reduce_gradients(self.module)
 
     @contextmanager
-    def _keep_gathered(self, backward: bool) -> Iterator[None]:
-        with ExitStack() as stack:
+    def _passes(self, backward: bool) -> Iterator[None]:
+        """What passes run in. At the end it frees weights that no backward pass has freed; an error drops the gradients."""
+        at_the_end = undoing(self.drop_gradients, self._reshard) if backward else ending(self._reshard)
+        with (
+            torch.set_grad_enabled(backward),
+            expandable_segments(self.device),
+            self.residence.using(),
+            self.precision.compute(),
+            at_the_end,
+            ExitStack() as stack,
+        ):
             for transform in self.transforms:
                 stack.enter_context(transform.keep_gathered(self.module, backward))
-            yield
-
-    @contextmanager
-    def _resharded(self) -> Iterator[None]:
-        """Frees gathered weights at the end, also after an error."""
-        with ending(self._reshard):
             yield
 
     def _reshard(self) -> None:
         for transform in self.transforms:
             transform.reshard(self.module)
-
-    @contextmanager
-    def _clear_gradients_on_error(self, backward: bool) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            end_after(error, *([self.drop_gradients] if backward else []), self._reshard)
-            raise
 
     def note_pass(self) -> None:
         """Notes that a single pass has added gradients, which wait for a step."""
