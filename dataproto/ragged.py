@@ -281,8 +281,7 @@ class RaggedTensor:
             InvalidIndex: the index is out of range, a mask of another length, or of a type that does not select rows.
         """
         if isinstance(item, slice):
-            bounds = as_slice(item, len(self))
-            return self._made(self._storage, self._starts[bounds], self._lengths[bounds])
+            return self._chosen(as_slice(item, len(self)))
         if isinstance(item, list | range | np.ndarray | torch.Tensor) and getattr(item, "ndim", 1) > 0:
             return self._chosen(as_positions(item, len(self)))
         row = as_row(item, len(self))
@@ -298,7 +297,7 @@ class RaggedTensor:
             return list(self.values.split(self._lengths.tolist()))
         return [self._storage[start : start + n] for start, n in zip(self._starts.tolist(), self._lengths.tolist())]
 
-    def _chosen(self, positions: np.ndarray) -> Self:
+    def _chosen(self, positions: np.ndarray | slice) -> Self:
         return self._made(self._storage, self._starts[positions], self._lengths[positions])
 
     def repeat(self, times: int) -> Self:
@@ -363,11 +362,6 @@ class RaggedTensor:
     def detach(self) -> Self:
         """The same rows without gradients."""
         return self._made(self._storage.detach(), self._starts, self._lengths)
-
-    def clone(self) -> Self:
-        """A copy of the rows; those that share memory share it in the copy too."""
-        kept = self.distinct()
-        return self._made(kept._storage.clone() if kept is self else kept._storage, kept._starts, kept._lengths)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         kept = self.distinct()

@@ -274,8 +274,6 @@ def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
         return same_tensor(left.to_dense(), right.to_dense())
     if _view(left) == _view(right):
         return True
-    if left.dtype == torch.complex32:  # Torch does not compare it.
-        return same_tensor(torch.view_as_real(left.resolve_conj()), torch.view_as_real(right.resolve_conj()))
     # Torch does not compare fp8, so its bits are compared.
     if left.element_size() == 1 and left.dtype.is_floating_point:
         return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

@@ -207,13 +207,6 @@ def test_different(pair: tuple) -> None:
     assert not same_value(*reversed(pair))
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_short_complex_numbers_are_compared_by_their_parts() -> None:
-    short = TURNING.to(torch.complex32)
-    assert same_value(short, short.clone())
-    assert not same_value(short, TURNING.conj().to(torch.complex32))
-
-
 def test_one_memory_is_equal_without_looking() -> None:
     huge = torch.empty(1).expand(1 << 40)  # comparing these elements would take hours
     assert same_value(huge, huge[:])

@@ -76,7 +76,7 @@ def test_media_of_another_model_are_refused_by_their_row(tmp_path):
     reference = ReferenceWorker(PolicyConfig(str(tmp_path)), CPU)
     assert reference.log_probs(data)["ref_log_prob"].shape == (2, 2)
     data["multi_modal_inputs"] = pixels
-    said = "row 1: it has image_grid_thw, pixel_values, but models of type qwen3 read only text"
+    said = "row 1: it has image_grid_thw, pixel_values, but the model reads only text"
     with pytest.raises(MediaMismatch, match=said):
         reference.log_probs(data)
     with pytest.raises(MediaMismatch, match=said):

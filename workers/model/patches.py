@@ -105,6 +105,16 @@ def drop_sum_within_replica(group: Any) -> None:
     group._partial_reduce_output = None
 
 
+def parameter_places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Each parameter with the modules that hold it, and its names there."""
+    return [
+        (owner, name, weight)
+        for owner in model.modules()
+        for name, weight in owner._parameters.items()
+        if weight is not None
+    ]
+
+
 def place_parameter(owner: nn.Module, name: str, weight: nn.Parameter) -> None:
     """Lets ``owner`` find ``weight`` under ``name``, without the checks of a registration."""
     owner._parameters[name] = weight

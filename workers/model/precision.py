@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from workers.model.model_config import ModelConfig
-from workers.model.patches import call_after_gradient, place_parameter
+from workers.model.patches import call_after_gradient, parameter_places, place_parameter
 from workers.ranks.mesh import Ranks
 
 
@@ -99,9 +99,8 @@ class HalfWeights:
         """Copies take the places of all float32 parameters that the module has by now."""
         places = [
             (owner, name, weight)
-            for owner in self.module.modules()
-            for name, weight in owner._parameters.items()
-            if weight is not None and weight.dtype == torch.float32 and id(weight) not in self.exact
+            for owner, name, weight in parameter_places(self.module)
+            if weight.dtype == torch.float32 and id(weight) not in self.exact
         ]
         weights = dict.fromkeys(weight for _, _, weight in places)
         self.copies = {weight: self._copy_of(weight) for weight in weights}

@@ -126,13 +126,16 @@ class FullySharded(Transform):
         """Where gradients stay unsharded, reduces what the backward passes of a pipeline have added up, group by group."""
         if self.options.leaves_unsharded("gradients"):
             module.set_requires_gradient_sync(True)  # type: ignore[operator]
-            end_backward(module)
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            state._root_post_backward_final_callback()  # the end of a backward pass, which reduces
 
     def drop_gradients(self, module: PackedVLM) -> None:
         """Drops gradients that are not reduced yet."""
         if self.options.leaves_unsharded("gradients"):
             module.set_requires_gradient_sync(True)  # type: ignore[operator]
-            drop_unreduced_gradients(module)
+            for group in weight_groups(module):
+                for weight in group.fsdp_params:
+                    drop_unreduced_gradient(weight)
         elif self.ranks.replica_mesh is not None:
             module.set_requires_all_reduce(True)  # type: ignore[operator]
             for group in weight_groups(module):
@@ -170,24 +173,12 @@ def even_shards(weight: nn.Parameter, here: int, holders: int) -> Shard:
     return Shard(next((dim for dim, size in enumerate(sizes) if size % holders == 0), 1))
 
 
-def drop_unreduced_gradients(module: nn.Module) -> None:
-    """Drops the gradients that FSDP has added up without reducing them."""
-    for group in weight_groups(module):
-        for weight in group.fsdp_params:
-            drop_unreduced_gradient(weight)
-
-
 def weight_groups(module: nn.Module) -> Iterator[Any]:
     """FSDP's own record of each group of weights that are gathered together."""
     for part in sharded_parts(module):
         state: Any = part._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or (state._fsdp_param_group,)  # one group before torch 2.12
         yield from (group for group in groups if group is not None)
-
-
-def end_backward(module: Any) -> None:
-    """What FSDP does at the end of a backward pass, which includes the reduction of gradients that are not reduced yet."""
-    module._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:

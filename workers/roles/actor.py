@@ -8,11 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
 from dataproto.vlm import VLMFamily
 from workers.model.packed_model import PackedVLM
 from workers.ranks.dispatch_modes import dispatch, split_rows
-from workers.roles.model_worker import PolicyConfig, PolicyWorker, TrainedWorker
+from workers.roles.model_worker import PARTS, PolicyConfig, PolicyWorker, TrainedWorker
 from workers.training.forward_pass import LossFn
 from workers.training.loss_sums import MODES, LossSums, check_mode
 from workers.training.optimizer import AdamParams, OptimizerConfig
@@ -87,7 +86,7 @@ class ActorWorker(TrainedWorker, PolicyWorker):
         Raises:
             InvalidConfig: the parts of an update are open (`accumulate`); they stay as they are.
         """
-        self._refuse_open_update("forward_backward")
+        self._refuse_to_mix("forward_backward", self._open_update is not None, PARTS)
         return self._pass(data, loss_fn, aggregation, entropy, backward=True)
 
     @dispatch("all")
@@ -101,18 +100,9 @@ class ActorWorker(TrainedWorker, PolicyWorker):
         Raises:
             InvalidConfig: the parts of an update are open (`accumulate`); they stay as they are.
         """
-        self._refuse_open_update("optim_step")
+        self._refuse_to_mix("optim_step", self._open_update is not None, PARTS)
         self.module.forget_features()
         return self.model.reported_step(list, params)
-
-    def _refuse_open_update(self, call: str) -> None:
-        """All ranks raise it, since all have made the same calls of `accumulate`."""
-        with self.model.ranks.fail_together():
-            if self._open_update is not None:
-                raise InvalidConfig(
-                    f"{call} would mix its gradients with those of an update in parts, which is open: "
-                    "finish_update makes its step, and drop_update drops its parts"
-                )
 
     def _pass(
         self, data: DataProto, loss_fn: LossFn, aggregation: str | None, entropy: bool, backward: bool

@@ -113,6 +113,10 @@ class AccumulatedUpdate:
         return joined_means(self._sums, self._name, total) | stepped
 
 
+PASSES = "forward_backward, which no step has used: optim_step makes their step, and drop_update drops them"
+PARTS = "an update in parts, which is open: finish_update makes its step, and drop_update drops its parts"
+
+
 class TrainedWorker(ModelWorker):
     """Updates a model by a loss function that the recipe hands in."""
 
@@ -164,7 +168,7 @@ class TrainedWorker(ModelWorker):
         entropy: bool = False,
     ) -> Updated:
         """`update`, which also returns the scores of the rows before the model learned from them, without a further pass."""
-        self._refuse_open_passes("update")
+        self._refuse_to_mix("update", self.model.has_passes, PASSES)
         self.drop_update()
         with (
             ending(self.module.forget_features),
@@ -192,7 +196,7 @@ class TrainedWorker(ModelWorker):
             InvalidConfig: impossible arguments, parts without a common ``max_tokens`` in ``meta_info``, or gradients of
                 ``forward_backward`` without a step.
         """
-        self._refuse_open_passes("accumulate")
+        self._refuse_to_mix("accumulate", self.model.has_passes, PASSES)
         open_update, self._open_update = self._open_update, None
         update = open_update or AccumulatedUpdate(self.model, aggregation, entropy)
         with undoing(partial(self._drop, update)):
@@ -225,14 +229,11 @@ class TrainedWorker(ModelWorker):
             self.module.forget_features()
             self.model.drop_gradients()
 
-    def _refuse_open_passes(self, call: str) -> None:
-        """All ranks raise it, since all have made the same calls of ``forward_backward``."""
+    def _refuse_to_mix(self, call: str, are_open: bool, others: str) -> None:
+        """All ranks raise it, since all have made the same calls."""
         with self.model.ranks.fail_together():
-            if self.model.has_passes:
-                raise InvalidConfig(
-                    f"{call} would mix its gradients with those of forward_backward, which no step has used: "
-                    "optim_step makes their step, and drop_update drops them"
-                )
+            if are_open:
+                raise InvalidConfig(f"{call} would mix its gradients with those of {others}")
 
     @dispatch("all")
     def forget_features(self) -> None:

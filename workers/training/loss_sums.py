@@ -138,7 +138,7 @@ class LossSums:
         """``weights (B, R)`` lie on the host."""
         self.loss_name, self.weights, self.device = loss_name, weights, device
         self.totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=device))
-        self.finite = torch.ones(len(weights), dtype=torch.bool, device=device)  # rows whose loss and scores are finite
+        self.finite = torch.ones(len(weights), dtype=torch.bool, device=device)  # whose loss and scores are finite
         self.scores = torch.zeros(weights.shape, device=device)  # (B, R), of the outputs
 
     def add(self, index: slice | Tensor, scores: Tensor, loss: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
@@ -157,7 +157,7 @@ class LossSums:
                 self.totals[name] = self.totals[name].maximum(largest(values.detach(), weights))
             else:
                 self.totals[name] += weighted_sum(values.detach(), weights)
-        self.finite[rows] = all_finite(loss, scores, weights)
+        self.finite[rows] = ((loss.isfinite() & scores.isfinite()) | (weights <= 0)).all(1)
         self.scores[rows] = scores.detach()
         return total
 
@@ -247,11 +247,6 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 def largest(values: Tensor, weights: Tensor) -> Tensor:
     """The largest value, at least 0, among tokens of weight above 0."""
     return torch.where(weights > 0, values, 0.0).amax().clamp_min(0.0)
-
-
-def all_finite(loss: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
-    """``(B,)`` bool: rows whose loss and scores are finite wherever the weight is above 0."""
-    return ((loss.isfinite() & scores.isfinite()) | (weights <= 0)).all(1)
 
 
 def zero_loss(outputs: Any) -> Tensor:

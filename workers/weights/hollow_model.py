@@ -16,7 +16,7 @@ from dataproto.vlm import VLMFamily
 from dataproto.vlm.prediction_head import PredictionHead
 from rollout.pretrained import check_not_quantized, generation_config
 from workers.model.lora import base_name
-from workers.model.patches import keep_value, place_buffer, place_parameter
+from workers.model.patches import keep_value, parameter_places, place_buffer, place_parameter
 from workers.weights.stored_tensors import PLAIN_NUMBERS, CheckpointFiles, Range, StoredTensor, whole
 from workers.weights.weight_sources import WeightSources
 
@@ -150,7 +150,7 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
     """
     hollow: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by stand-in, which is kept
     by_weight: dict[nn.Parameter, nn.Parameter] = {}
-    for owner, name, weight in _places(model):
+    for owner, name, weight in parameter_places(model):
         if weight.is_meta:
             if weight not in by_weight:
                 value = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
@@ -158,20 +158,10 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
                 hollow[id(by_weight[weight])] = by_weight[weight], weight
             place_parameter(owner, name, by_weight[weight])
     yield
-    for owner, name, weight in _places(model):
+    for owner, name, weight in parameter_places(model):
         if id(weight) in hollow:
             hollow[id(weight)][1].requires_grad_(weight.requires_grad)
             place_parameter(owner, name, hollow[id(weight)][1])
-
-
-def _places(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Each parameter with the modules that hold it, and its names there."""
-    return [
-        (owner, name, weight)
-        for owner in model.modules()
-        for name, weight in owner._parameters.items()
-        if weight is not None
-    ]
 
 
 def make_room(module: nn.Module, device: torch.device, parameters_on: torch.device) -> None:

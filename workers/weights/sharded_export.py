@@ -37,9 +37,6 @@ _IF_THERE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_
 FILE_BYTES = 2 << 30
 """Of a file, unless one layer is larger."""
 
-Group = tuple[tuple[str, ...], int]
-"""Names of weights that are stored in one file, because they may be converted together, and their size in bytes."""
-
 
 @dataclass(frozen=True)
 class ExportFile:
@@ -95,14 +92,15 @@ def plan_export(stages: Sequence[StageWeights], layers: Sequence[str], file_byte
     ]
 
 
-def _groups(sizes: dict[str, int], layers: Sequence[str]) -> Iterator[Group]:
+def _groups(sizes: dict[str, int], layers: Sequence[str]) -> Iterator[tuple[list[str], int]]:
+    """Names of weights that are stored in one file, because they may be converted together, and their size in bytes."""
     found: dict[str, list[str]] = {}
     for name in sizes:
         inside = next((path for path in layers if name.startswith(f"{path}.")), None)
         count = name.count(".") if inside is None else inside.count(".") + 2
         found.setdefault(".".join(name.split(".")[:count]), []).append(name)
     for names in found.values():
-        yield tuple(names), sum(sizes[name] for name in names)
+        yield names, sum(sizes[name] for name in names)
 
 
 def complete_config(config: Any, family: VLMFamily) -> None:

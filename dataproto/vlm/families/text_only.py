@@ -3,17 +3,16 @@
 Rows have no media. Everything else, from prompts to weights in the engine, is as in the other families.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dataproto.columns import RowMedia
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
-from dataproto.vlm.media import DistinctMedia, MediaLayout
+from dataproto.vlm.media import MediaLayout
 from dataproto.vlm.prompt_layout import MediaTokens
 
 
@@ -25,12 +24,15 @@ class NoMedia(MediaLayout):
         """1, without a meaning."""
         return 1
 
+    def holds(self, kind: str, inputs: Mapping[str, Any]) -> bool:
+        """Never. Raises `MediaMismatch` for a row with media."""
+        if inputs:
+            raise MediaMismatch(f"it has {', '.join(sorted(inputs))}, but the model reads only text")
+        return False
+
     def grids(self, kind: str, inputs: Mapping[str, Any], config: Any) -> Tensor:
         """None. Raises `MediaMismatch` for a row with media."""
-        if inputs:
-            raise MediaMismatch(
-                f"it has {', '.join(sorted(inputs))}, but models of type {config.model_type} read only text"
-            )
+        self.holds(kind, inputs)
         return torch.zeros(0, 3, dtype=torch.int64)
 
     def processor_options(self, processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
@@ -70,15 +72,6 @@ class TextOnly(VLMFamily):
     def media_tokens(self, config: Any) -> MediaTokens:
         """None."""
         return MediaTokens(image=None)
-
-    def distinct_media(self, rows: Sequence[RowMedia], config: Any) -> DistinctMedia:
-        """Nothing. Raises `MediaMismatch` with the number of a row that has media."""
-        for number, row in enumerate(rows):
-            try:
-                self.feature_counts(row, config)
-            except MediaMismatch as error:
-                raise MediaMismatch(f"row {number}: {error}") from error
-        return super().distinct_media(rows, config)
 
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Zero: there is no tower."""
