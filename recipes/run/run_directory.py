@@ -118,21 +118,16 @@ def with_schedules(config: Config, updates: Mapping[str, int]) -> Config:
         warmup = before.get(f"{name}.warmup_steps")
         kept = f"{option}.warmup-steps" not in now
         if kept and warmup is not None and warmup < optimizer.warmup_steps:
-            shortened = (length - 1 for length in (began, *_earlier_lengths(before, each)))  # as the run began
-            optimizer = replace(optimizer, warmup_steps=warmup) if warmup in shortened else optimizer
+            # it was shortened to one less than the schedule, as the run began or before a change of its steps
+            earlier = (change["steps"]["before"] * each for change in before.get(CHANGES, ()) if "steps" in change)
+            if warmup + 1 in (began, *earlier):
+                optimizer = replace(optimizer, warmup_steps=warmup)
         if before and total != began and optimizer.schedule != "constant":
             print(
                 f"{option}: the {optimizer.schedule} schedule ends with step {total // each} (before {began // each})"
             )
         changed[name] = over_the_run(optimizer, total)
     return replace(config, **changed)  # type: ignore[type-var]
-
-
-def _earlier_lengths(before: Mapping[str, Any], each: int) -> Iterator[int]:
-    """The lengths of the schedule of an optimizer before each change of a recorded run's steps."""
-    for change in before.get(CHANGES, ()):
-        if "steps" in change:
-            yield change["steps"]["before"] * each
 
 
 @contextmanager

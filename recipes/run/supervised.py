@@ -44,7 +44,6 @@ from workers.training.loading import checkpoint_family
 
 Config = TypeVar("Config", bound=SupervisedConfig)
 Builder = TypeVar("Builder", bound=PromptBuilder)
-TINY_MODEL = "model"  # folder of the small model in a run's directory
 Learns = Literal["text", "preferences", "scores"]
 """What a model learns: what it says, whose held-out questions an engine answers; what it prefers to say next to a reference, the
 same model before training, with adapters their base; or to score answers."""
@@ -80,7 +79,7 @@ def run_supervised(config: Config, make_task: Callable[[Config, str], Supervised
         asked, config = config, replace(config, run=over_epochs(config.run, task.loader))
         config = open_run_directory(config, {"optimizer": 1}, asked)
         directory = config.run.output_dir
-        model_path = config.model_path or str(tiny_model(directory / TINY_MODEL, config.run.seed, config.run.resume))
+        model_path = config.model_path or str(tiny_model(directory / "model", config.run.seed, config.run.resume))
         limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}
         kept = KeptRollouts(config.run.output_dir, config.keep_rows, task.builder.tokenizer)
         with naming_options(config, task.longest), reported(directory, started):
