@@ -153,12 +153,6 @@ def patch_weights(vision: Any, width: int) -> int:
     return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2) * width
 
 
-def merger_weights(vision: Any, width: int, out: int) -> int:
-    """Number of weights in one merger. Each is applied once per merged token (``spatial_merge_size ** 2`` patches)."""
-    merged = width * int(vision.spatial_merge_size) ** 2
-    return merged * merged + merged * out
-
-
 def frame_pairs(grids: Tensor) -> Tensor:
     """Number ``(N,)`` of attending pairs of patches in a block with full attention inside each frame of ``grids (N, 3)``."""
     return grids[:, 0] * (grids[:, 1] * grids[:, 2]) ** 2
@@ -201,11 +195,12 @@ def patch_tower_flops(
 
     ``pairs`` are full attention within a frame in every block by default.
     """
+    merged = width * int(vision.spatial_merge_size) ** 2
     return tower_flops(
         grids,
         patch=patch_weights(vision, width),
         block=4 * width**2 + mlp,
-        merger=mergers * merger_weights(vision, width, out),
+        merger=mergers * merged * (merged + out),
         merge_size=int(vision.spatial_merge_size),
         width=width,
         pairs=[frame_pairs(grids)] * int(vision.depth) if pairs is None else pairs,

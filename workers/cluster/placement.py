@@ -4,6 +4,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from workers.ranks.failures import FAILURE_GRACE_S
 
@@ -32,17 +33,13 @@ def rank_order(placements: Sequence[Placement]) -> list[int]:
     >>> rank_order([b, a, b, a])
     [1, 3, 0, 2]
     """
-    return sorted(range(len(placements)), key=lambda process: _sort_key(placements[process]))
 
+    def place(process: int) -> Any:
+        placement = placements[process]
+        ip, gpus = ([(len(text), text) for text in texts] for texts in (placement.ip.split("."), placement.gpus))
+        return ip, placement.node, gpus  # "9" comes before "10"
 
-def _sort_key(placement: Placement) -> tuple[tuple[tuple[int, str], ...], str, tuple[tuple[int, str], ...]]:
-    ip = tuple(map(_numeric_key, placement.ip.split(".")))
-    return ip, placement.node, tuple(map(_numeric_key, placement.gpus))
-
-
-def _numeric_key(text: str) -> tuple[int, str]:
-    """Sorts "9" before "10"."""
-    return len(text), text
+    return sorted(range(len(placements)), key=place)
 
 
 def thread_shares(placements: Sequence[Placement]) -> list[int]:

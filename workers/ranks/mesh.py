@@ -1,6 +1,6 @@
 """The position of a process in a `Layout`, and its process groups."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,10 +67,6 @@ class Ranks:
         """The ``value`` (any picklable object) of each rank along ``axes``, in rank order."""
         group = self.group(*axes)
         return [value] if group is None else gathered(value, group)
-
-    def any_of(self, flags: Sequence[bool], *axes: str) -> list[bool]:
-        """For each position in ``flags``, whether it is set on any rank along ``axes``. All ranks pass the same number."""
-        return [any(flag) for flag in zip(*self.all_gather(list(flags), *axes), strict=True)]
 
     def broadcast_from_last(self, value: T, axis: str) -> T:
         """The ``value`` (any picklable object) of the last rank along ``axis``."""

@@ -255,7 +255,7 @@ class TrainedWorker(ModelWorker):
     @dispatch("all")
     def finish_save(self) -> None:
         """Waits until everything that is saved in the background is on disk; raises the error of a save that failed."""
-        self.model.finish_save()
+        self.model.saving.finish()
 
     @dispatch("all")
     def load(self, directory: Path) -> None:

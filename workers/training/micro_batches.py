@@ -59,7 +59,7 @@ def micro_batches(
     rows = [inert_rows(module) if part == NOTHING else chosen[part] for part in parts]
     indices = [part if places is None or part == NOTHING else places[part] for part in parts]
     lengths = common_lengths(rows, module, ranks)
-    towers = ranks.any_of(needs_tower(module, rows), "dp")
+    towers = [any(flags) for flags in zip(*ranks.all_gather(needs_tower(module, rows), "dp"), strict=True)]
     return [MicroBatch(*each) for each in zip(indices, rows, towers, lengths, strict=True)]
 
 

@@ -481,10 +481,6 @@ class TrainingModel:
             else:
                 self.saving.save_training(directory, self.module, self.optimizer, in_background)
 
-    def finish_save(self) -> None:
-        """Waits until everything that is saved in the background is on disk; raises the error of a save that failed."""
-        self.saving.finish()
-
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, in this layout or another, and clears the gradients; a frozen model reads only weights.
 
