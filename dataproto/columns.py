@@ -189,12 +189,3 @@ def missing_message(absent: list[str], present: list[str]) -> str:
     lines = [f"{name!r} (written by {COLUMNS[name].written_by})" if name in COLUMNS else repr(name) for name in absent]
     found = ", ".join(map(repr, present)) if present else "no columns"
     return f"missing column{'s' * (len(absent) > 1)}: {', '.join(lines)}; present: {found}"
-
-
-def columns_table() -> str:
-    """The table in Markdown."""
-    lines = ["| column | dtype | shape | written by | read by | what |", "|---|---|---|---|---|---|"]
-    for each in COLUMNS.values():
-        cells = (f"`{each.name}`", each.dtype, each.shape_text, each.written_by, each.read_by, each.meaning)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

@@ -2,10 +2,21 @@
 
 from pathlib import Path
 
-from dataproto.columns import columns_table
+from dataproto import COLUMNS
 
-document = Path(__file__).parents[1] / "docs" / "columns.md"
-lines = document.read_text().splitlines()
-table = [number for number, line in enumerate(lines) if line.startswith("|")]
-before, after = lines[: table[0]], lines[table[-1] + 1 :]
-document.write_text("\n".join([*before, columns_table(), *after]) + "\n")
+DOCUMENT = Path(__file__).parents[1] / "docs" / "columns.md"
+
+
+def columns_table() -> list[str]:
+    """The lines of the table in Markdown."""
+    lines = ["| column | dtype | shape | written by | read by | what |", "|---|---|---|---|---|---|"]
+    for each in COLUMNS.values():
+        cells = (f"`{each.name}`", each.dtype, each.shape_text, each.written_by, each.read_by, each.meaning)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    lines = DOCUMENT.read_text().splitlines()
+    table = [number for number, line in enumerate(lines) if line.startswith("|")]
+    DOCUMENT.write_text("\n".join([*lines[: table[0]], *columns_table(), *lines[table[-1] + 1 :]]) + "\n")

@@ -33,7 +33,11 @@ MODEL = "policy"
 """The name of the model on the endpoint; requests may name it otherwise."""
 LOOK_SECONDS = 0.05
 """Between looks at the limits of time, and at whether further agents can begin."""
-EPISODE_OVER = Refused("the episode of this key is over", None, "episode_over")
+
+
+def episode_over() -> Refused:
+    """What a request for an episode that has ended gets: an error of its own, since each keeps the traceback of its raising."""
+    return Refused("the episode of this key is over", None, "episode_over")
 
 
 @dataclass
@@ -186,7 +190,7 @@ class AgentRun:
         while not self.inbox.empty():
             event = self.inbox.get()
             if isinstance(event, Asked):
-                event.replies.set_exception(EPISODE_OVER)
+                event.replies.set_exception(episode_over())
 
     def advance(self, episodes: Sequence[_Live], decoding: Decoding) -> list[AgentEpisode]:
         """Lets agents continue until there are enough whole groups."""
@@ -282,7 +286,7 @@ class AgentRun:
         """Gives a request to the engine. Raises `Refused`."""
         ask, limits = asked.ask, self.limits
         if live is None or live.ended is not None:
-            raise EPISODE_OVER
+            raise episode_over()
         if sum(1 for _ in live.talk.turns) + ask.n > limits.turns:
             told = f"the episode has at most {limits.turns} turns"
             live.cut, live.refusal = "turns", Refused(told, None, "turn_limit_exceeded")
@@ -470,7 +474,7 @@ class AgentRun:
     def _refuse_waiting(self, live: _Live) -> None:
         for turn in [*live.in_flight.values(), *live.stopped]:
             if not turn.replies.done():
-                turn.replies.set_exception(EPISODE_OVER)
+                turn.replies.set_exception(episode_over())
 
     def _free(self, live: _Live) -> None:
         for turn in list(live.talk.turns):
