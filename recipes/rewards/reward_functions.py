@@ -18,7 +18,9 @@ from recipes.algorithms.function_files import load_named_function, source_file
 from recipes.rewards.geometry3k import geo3k_reward
 from recipes.rewards.reward_servers import RewardServer
 from recipes.rewards.sequence_classifier import SequenceClassifier
-from workers.roles.reward import RewardFunction, RewardRow, check_ready, check_results, finite_number, uses_device
+from workers.roles.reward import RewardFunction as RewardFunction  # names of `recipes.rewards`
+from workers.roles.reward import RewardRow as RewardRow
+from workers.roles.reward import check_ready, check_results, finite_number, uses_device
 
 T = TypeVar("T")
 

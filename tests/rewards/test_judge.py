@@ -175,8 +175,3 @@ def test_the_command_line_names_a_judge_in_a_file(server, tmp_path):
 def test_an_impossible_judge_is_refused(options, reason):
     with pytest.raises(RewardError, match=reason):
         Judge(**{"url": "http://127.0.0.1:1/v1", "model": "m"} | options)
-
-
-def test_the_name_that_ended_says_where_the_judge_is():
-    with pytest.raises(ImportError, match=r"copy docs/judge\.py"):
-        from recipes.rewards import Judge  # noqa: F401
