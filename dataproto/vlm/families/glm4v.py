@@ -82,7 +82,7 @@ class GLM4VMoe(GLM4V):
         """Attention, the router, the experts that a token is sent to and the shared ones; the first layers are dense."""
         if layer < int(text.first_k_dense_replace):
             return dense_layer_weights(text)
-        return attention_weights(text) + int(text.hidden_size) * expert_weights(text)
+        return attention_weights(text) + int(text.hidden_size) * mixture_weights(text)
 
     def expert_count(self, text: Any) -> int:
         """As GLM's configs name it."""
@@ -96,7 +96,7 @@ class GLM4VMoe(GLM4V):
         return scores * float(router.routed_scaling_factor)
 
 
-def expert_weights(text: Any) -> int:
+def mixture_weights(text: Any) -> int:
     """Weights of a mixture that one number of a token's state is multiplied with: of the router, of chosen and shared experts."""
     experts = 3 * int((text.num_experts_per_tok + text.n_shared_experts) * text.moe_intermediate_size)
     return int(text.n_routed_experts) + experts

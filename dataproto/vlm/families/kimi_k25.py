@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm.costs import causal_pairs, siglip_flops
-from dataproto.vlm.families.glm4v import GLM4VMoe, expert_weights
+from dataproto.vlm.families.glm4v import GLM4VMoe, mixture_weights
 from dataproto.vlm.family import TensorPlan, VLMFamily, moved
 from dataproto.vlm.media import ShrunkImages
 
@@ -190,7 +190,7 @@ class KimiK25(VLMFamily):
         attention = queries + keys + values * hidden
         if layer < int(text.first_k_dense_replace):
             return attention + 3 * hidden * int(text.intermediate_size)
-        return attention + hidden * expert_weights(text)
+        return attention + hidden * mixture_weights(text)
 
     def mixing_flops(self, text: Any, lengths: Tensor) -> Tensor:
         """Attention whose values are narrower than its keys."""
