@@ -118,9 +118,11 @@ def grpo_step_in_parts(
                     metrics |= roles.actor.finish_update()
                     seen = learned["actor_log_probs"]
                 else:
-                    rest = config.minibatch, config.epochs, config.aggregation
-                    found = roles.actor.update_and_score(learned, policy_loss(config), *rest, entropy=True)
-                    metrics, seen = metrics | found.metrics, found.scores
+                    found = roles.actor.update_and_score(
+                        learned, policy_loss(config), config.minibatch, config.epochs, config.aggregation, entropy=True
+                    )
+                    metrics |= found.metrics
+                    seen = found.scores
             metrics |= log_probs_before_update(data, learned, config, seen)
     roles.sync_weights()
     state.steps += 1

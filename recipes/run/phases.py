@@ -327,7 +327,9 @@ def log_probs_before_update(data: DataProto, learned: DataProto, config: Algorit
     engine = learned["rollout_log_probs"] if "rollout_log_probs" in learned else None
     known, rows = learned["old_log_probs"] if "old_log_probs" in learned else None, np.arange(len(learned))
     if known is None or (engine is not None and torch.equal(known, engine)):
-        known, rows = seen, rows if config.minibatch is None else cut_minibatches(learned["uid"], config.minibatch)[0]
+        known = seen
+        if config.minibatch is not None:
+            rows = cut_minibatches(learned["uid"], config.minibatch)[0]
     if len(learned) == len(data):
         data["actor_log_probs"] = torch.full_like(known, torch.nan).index_copy(0, torch.from_numpy(rows), known[rows])
     return {} if config.compares_engine or engine is None else difference_metrics(learned[rows], known[rows])

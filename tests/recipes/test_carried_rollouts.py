@@ -172,7 +172,7 @@ def test_a_step_in_parts_is_the_step_of_the_whole_batch(path, options):
     for name in ("actor/grad_norm", "actor/loss", "actor/entropy", "actor/pg_loss"):
         assert after[name] == pytest.approx(before[name], rel=1e-4, abs=1e-6)
     names = {name for name in before if not name.startswith(("timing", "perf"))}
-    assert names <= set(after)
+    assert names | {name for name in before if name.startswith("timing") and name.count("/") == 1} <= set(after)
     for name in names:
         assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5)
     moved = torch.cat([(begun[name] - waited[name]).abs().flatten() for name in waited])

@@ -79,7 +79,8 @@ def until(page, condition):
 
 
 def chosen(page):
-    """The text of the chosen row in the list."""
+    """The text of the chosen row in the list, once it is written."""
+    until(page, """(document.querySelector('#list [aria-selected="true"]') ?? {}).innerText""")
     return page.inner_text('#list [aria-selected="true"]')
 
 
