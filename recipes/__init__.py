@@ -25,11 +25,10 @@ _module = sys.orig_argv[sys.orig_argv.index("-m") + 1] if sys.argv[0] == "-m" an
 _module_option = _module.partition(".")[0] in ("recipes", "dataproto_server")
 if _module.startswith("recipes.") and not _module.startswith("recipes.geo3k_"):
     sys.exit(f"error: python -m {_module} has ended: run dataproto NAME, or python -m recipes NAME")
-_set_by_user = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
 # With ``-m`` Python imports this package first, before any module imports torch, which reads the variables; so does the command
 # ``dataproto``. A program that imports a recipe keeps the settings of its process.
 if _console_script or _module_option:
-    if not _set_by_user:
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # the user's own
         os.environ["GOMP_SPINCOUNT"] = SPINS
     for _name in CACHES:
         os.environ.setdefault(_name, KERNELS)

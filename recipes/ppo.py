@@ -59,10 +59,9 @@ def ppo_step(
             found = roles.critic.update(learned, critic_loss(config), config.minibatch, config.critic_epochs)
         metrics = merge_updates(metrics, found)
     if len(learned) and policy_learns:
-        loss, aggregation = policy_loss(config), config.aggregation
         with timed(metrics, "update_actor"):
             updated = roles.actor.update_and_score(
-                learned, loss, config.minibatch, config.epochs, aggregation, entropy=True
+                learned, policy_loss(config), config.minibatch, config.epochs, config.aggregation, entropy=True
             )
         metrics = merge_updates(metrics, updated.metrics)
         metrics |= log_probs_before_update(data, learned, config, updated.scores)

@@ -168,7 +168,7 @@ class Barriers:
     async def _optim_step(self, run: Run, entry: Entry, asked: bodies.OptimStep) -> Done:
         if asked.adam_params is None or asked.optimizer_params is not None:
             raise InvalidRequest(
-                "optimizer_params belong to an optimizer that is not supported: there is adamw (adam_params)"
+                "optim_step takes adam_params: there is adamw, and optimizer_params of others are not supported"
             )
         adam = AdamParams(**msgspec.structs.asdict(asked.adam_params))
         metrics = await self.link.call("optim_step", model_id=run.id, adam=adam)

@@ -72,7 +72,8 @@ def _without_blanks(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _shows_media(content: Any) -> bool:
     if isinstance(content, str):
         return MARKERS.search(content) is not None
-    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in content or ())
+    parts = content if isinstance(content, row_values.LISTS) else ()  # what is neither is refused where it is read
+    return any(isinstance(part, Mapping) and part.get("type", "text") != "text" for part in parts)
 
 
 Answers = list[list[Mapping[str, Any]]]

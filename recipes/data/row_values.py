@@ -33,7 +33,7 @@ _MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:"""
 _OBJECTS = ("reward_model", "extra_info")
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
 _CALLS = ("function_call", "tool_call")  # roles of turns of the assistant that are the JSON of a call, or of several
-_OWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+_OWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2", ".txt")
 LISTS = (list, tuple, np.ndarray)
 """What a value that is several may be."""

@@ -221,7 +221,7 @@ def way_out(setting: Setting) -> str:
     if not compute.lora_rank and not compute.freeze_language:
         ways.insert(1, ("--lora-rank 32 ", replace(compute, lora_rank=32), devices))
     for (options, each, number), (aside, budget, mode) in product(ways, CANDIDATES):
-        if aside and compute.offload:
+        if (aside and compute.offload) or number > setting.prompts:
             continue
         chosen = replace(each, offload_idle=aside, token_budget=budget, activation_checkpointing=mode)
         tried = replace(setting, device=small, compute=chosen, layout=Layout(dp=number))

@@ -18,9 +18,7 @@ from recipes.algorithms.function_files import load_named_function, source_file
 from recipes.rewards.geometry3k import geo3k_reward
 from recipes.rewards.reward_servers import RewardServer
 from recipes.rewards.sequence_classifier import SequenceClassifier
-from workers.roles.reward import RewardFunction as RewardFunction  # names of `recipes.rewards`
-from workers.roles.reward import RewardRow as RewardRow
-from workers.roles.reward import check_ready, check_results, finite_number, uses_device
+from workers.roles.reward import RewardFunction, RewardRow, check_ready, check_results, finite_number, uses_device
 
 T = TypeVar("T")
 
@@ -374,8 +372,11 @@ def _call_all(function: Callable[..., Any], calls: Sequence[Mapping[str, Any]], 
     if not any(map(inspect.isawaitable, results)):
         return results
 
+    async def outcome(result: Any) -> Any:
+        return await result if inspect.isawaitable(result) else result
+
     async def gather() -> list[Any]:
-        return await asyncio.gather(*results, return_exceptions=True)
+        return await asyncio.gather(*map(outcome, results), return_exceptions=True)
 
     results = _run_here(gather())
     for result, place in zip(results, places, strict=True):

@@ -195,8 +195,8 @@ def text_turns(prompt: Any) -> list[dict[str, str]]:
     >>> text_turns([{"role": "user", "content": [{"type": "image", "image": ...}, {"type": "text", "text": "Find x."}]}])
     [{'role': 'user', 'content': 'Find x.'}]
     """
-    turns: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    return [{"role": turn["role"], "content": _text(turn["content"])} for turn in turns]
+    turns: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [{"role": turn["role"], "content": _text(turn["content"])} for turn in (() if turns is None else turns)]
 
 
 def _text(content: Any) -> str:

@@ -277,6 +277,8 @@ def read_lines(path: Path, needed: str, may_be_cut: bool = False) -> list[Row]:
     except (OSError, EOFError) as error:
         raise FileFormatError(f"{path}: {error}") from error
     for number, line in enumerate(content.splitlines(keepends=True), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line, parse_constant=lambda name: None)  # NaN and infinities, which JSON does not have
             if row[needed] is None:

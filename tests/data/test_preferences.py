@@ -171,6 +171,16 @@ def test_labels_are_read_as_tables_write_them(label: object, meaning: bool) -> N
     assert read_preference_row(row | {"kto_tag": meaning}, 0)["labels"] == (meaning,)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(5, "must be a string or a list of parts, not 5"), ([{"text": "yes"}], "must be text, image")],
+)
+def test_an_answer_of_another_form_is_refused(builder: AnswersBuilder, content: object, message: str) -> None:
+    row = {"prompt": QUESTION, "chosen": [{"role": "assistant", "content": content}], "rejected": "blue"}
+    with pytest.raises(InvalidPrompt, match=message):
+        builder.grouped("pairs").prepare(read_preference_row(row, 0))
+
+
 def test_an_answer_with_a_label_is_no_pair(builder: AnswersBuilder) -> None:
     with pytest.raises(InvalidPrompt, match="`dataproto dpo` takes it by loss kto"):
         builder.grouped("pairs").prepare(read_preference_row(LABELLED["TRL"], 0))

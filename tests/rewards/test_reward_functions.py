@@ -62,6 +62,18 @@ def test_async_functions_run_together():
     assert asyncio.run(inside_a_loop()) == [{"score": 1.0}, {"score": 2.0}]
 
 
+def test_a_function_may_answer_at_once_or_later():
+    """As one does that remembers answers of a judge."""
+
+    async def judged():
+        return 2.0
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return 1.0 if ground_truth == "1" else judged()
+
+    assert from_verl(compute_score)(ROWS) == [{"score": 1.0}, {"score": 2.0}]
+
+
 def test_async_functions_run_where_signals_work():
     """A time limit by `signal.alarm`, as math_verify has one, works in the main thread only."""
 

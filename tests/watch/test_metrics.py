@@ -230,6 +230,9 @@ def test_a_new_run_does_not_touch_an_old_one(tmp_path):
     with pytest.raises(InvalidConfig, match="earlier run"):
         MetricsLog(tmp_path)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("\n")  # as an editor leaves it
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
 WHOLE = b'{"step": 0, "a": 1}\n{"step": 1, "a": 2}\n'

@@ -243,9 +243,12 @@ class PlainPlanner(DefaultLoadPlanner):
     """Accepts values other than tensors only if they are plain."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # refuses others
-        value.seek(0)
-        super().load_bytes(read_item, value)
+        plain = io.BytesIO()
+        torch.save(
+            torch.load(value, weights_only=True), plain
+        )  # refuses others; what it has read is read again by a parser
+        plain.seek(0)  # that would run code, so it does not get the bytes of the file
+        super().load_bytes(read_item, plain)
 
 
 _STEP = re.compile(r"global_step_(\d+)")
