@@ -117,7 +117,7 @@ class Supervisor(ExitStack):
         self.enter_context(locked(state, "give another --state"))
         self.listener = self.enter_context(listening(host, port))
         self.port: int = self.listener.getsockname()[1]
-        # of mode 0700, with a short path
+        # Only this user can open it (mode 0700), and its path is short enough for a socket.
         directory = self.enter_context(TemporaryDirectory(prefix="dataproto-serve-", ignore_cleanup_errors=True))
         read, write = os.pipe()
         self.callback(os.close, read)

@@ -1,6 +1,7 @@
 """Recipes: each is a module with a command, ``dataproto NAME``, on algorithms, data and the run around a step."""
 
 import os
+import re
 import sys
 from importlib.util import find_spec
 
@@ -21,13 +22,15 @@ bfloat16, up to a MiB each; by default 1,024 are kept twice, and a run whose ste
 CACHES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 
 _console_script = os.path.splitext(os.path.basename(sys.argv[0]))[0] == "dataproto"
-_module = sys.orig_argv[sys.orig_argv.index("-m") + 1] if sys.argv[0] == "-m" and "-m" in sys.orig_argv else ""
-_module_option = _module.partition(".")[0] in ("recipes", "dataproto_server")
-if _module.startswith("recipes.") and not _module.startswith("recipes.geo3k_"):
-    sys.exit(f"error: python -m {_module} has ended: run dataproto NAME, or python -m recipes NAME")
+_option = re.search(r"(?:^|\s)-[a-zA-Z]*m ?([\w.]+)", " ".join(sys.orig_argv[1:])) if sys.argv[0] == "-m" else None
+_module = _option[1] if _option else ""
+_file = os.path.dirname(os.path.abspath(sys.argv[0])) == os.path.dirname(__file__)  # python recipes/grpo.py
+if re.match(r"recipes\.(?!geo3k_)", _module) or (_file and not os.path.basename(sys.argv[0]).startswith("geo3k_")):
+    _started = f"{sys.argv[0]} {_module}".strip()
+    sys.exit(f"error: python {_started} has ended: run dataproto NAME, or python -m recipes NAME")
 # With ``-m`` Python imports this package first, before any module imports torch, which reads the variables; so does the command
 # ``dataproto``. A program that imports a recipe keeps the settings of its process.
-if _console_script or _module_option:
+if _console_script or _module.partition(".")[0] in ("recipes", "dataproto_server"):
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # the user's own
         os.environ["GOMP_SPINCOUNT"] = SPINS
     for _name in CACHES:

@@ -31,7 +31,9 @@ def is_image(value: Any) -> bool:
 def pixels_of(image: Any) -> np.ndarray:
     """The pixels ``(n,)`` uint8, writable: the memory of the image if Pillow exports it and it is in one block, else a copy."""
     image.load()
-    if image.mode in SHARED and _exports_safely() and 0 not in image.size:
+    # Pillow exports images from version 11.2 on, but crashes the process before 13 if the memory of the image is foreign.
+    exports_safely = int(sys.modules["PIL"].__version__.split(".")[0]) >= 13
+    if image.mode in SHARED and exports_safely and 0 not in image.size:
         try:
             return _own_memory(image)
         except ValueError:  # It is in several blocks, as in very large images.
@@ -82,11 +84,6 @@ _ArrowArray._fields_ = [
 ]
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-
-
-def _exports_safely() -> bool:
-    """Pillow exports images from version 11.2 on, but crashes the process before 13 if the memory of the image is foreign."""
-    return int(sys.modules["PIL"].__version__.split(".")[0]) >= 13
 
 
 def _own_memory(image: Any) -> np.ndarray:

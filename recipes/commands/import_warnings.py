@@ -22,13 +22,8 @@ def silence() -> None:
 def _of_use(record: logging.LogRecord) -> bool:
     if record.levelno > logging.WARNING:
         return True
-    text = record.getMessage()
+    text, built = record.getMessage(), getattr(sys.modules.get("torch"), "version", None)
     if record.name == "torchao":
-        return not (text.startswith("Failed to load ") and ".so" in text and _without_cuda())
+        without_cuda = built is not None and built.cuda is None and getattr(built, "hip", None) is None
+        return not (text.startswith("Failed to load ") and ".so" in text and without_cuda)
     return not (text.startswith(TORCHAO_ENUMS) and "is an Enum subclass" in text)
-
-
-def _without_cuda() -> bool:
-    """Whether the torch that is loaded is built without CUDA."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.version.cuda is None and getattr(torch.version, "hip", None) is None

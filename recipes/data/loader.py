@@ -76,7 +76,7 @@ class PromptLoader:
         shuffle: whether to shuffle each epoch.
         on_bad_row: ``stop`` or ``skip``.
         num_workers: processes that decode and process images ahead; 0 does it in threads when a batch is read.
-        drawn: number of rows so far.
+        drawn: number of rows taken so far.
         skipped: the reason why a row could not be used, by index of the row.
     """
 

@@ -89,7 +89,7 @@ class _Live:
         self.number, self.start = number, start
         self.key = ""
         self.in_flight: dict[int, AgentTurn] = {}  # by the number in the engine
-        self.stopped: list[AgentTurn] = []  # turns that go on when the engine does
+        self.stopped: list[AgentTurn] = []  # Turns that continue when the engine does.
         self.repeated = {turn.state.partition(" ")[0]: turn for turn in begun}  # by the seed of the request
         self.rewards: dict[str, float] = {}  # by turn
         self.last: AgentTurn | None = None  # that was answered

@@ -130,6 +130,16 @@ def test_the_package_is_run_as_the_command_and_a_recipe_is_not():
     assert ended.stderr == "error: python -m recipes.grpo has ended: run dataproto NAME, or python -m recipes NAME\n"
 
 
+@pytest.mark.parametrize("words", [["-mrecipes.grpo"], ["-Im", "recipes.sft"], ["recipes/grpo.py"]], ids=" ".join)
+def test_a_recipe_says_how_to_run_it_however_it_is_started(words):
+    done = subprocess.run(
+        [sys.executable, *words, "--steps", "1"], cwd=ROOT, capture_output=True, text=True, timeout=250
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: python ")
+    assert done.stderr.endswith("has ended: run dataproto NAME, or python -m recipes NAME\n")
+
+
 LOADING = "Failed to load _C_cutlass_90a.abi3.so: Could not load this library"
 
 

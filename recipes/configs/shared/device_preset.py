@@ -86,7 +86,7 @@ def fitting(default: Config, asked: Config, machine: Machine) -> Config:
 def _refuse_what_is_too_large(default: Config, asked: Config, machine: Machine) -> None:
     tried = [replace(asked, compute=replace(asked.compute, **each)) for each in _choices(default, asked)]
     engine = engine_bytes(asked) if asked.engine == "vllm" else 0
-    # to generate, and to update
+    # The larger of what generation and an update take, by the smallest choice.
     needed = min(max(resting_bytes(each) + engine, training_bytes(each)) for each in tried)
     if needed <= machine.memory:
         return
