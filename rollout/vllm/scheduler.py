@@ -2,9 +2,11 @@
 
 At each step vLLM asks for every running request which images it is to read and which blocks of the KV cache it needs. A request
 that decodes reads no images, and needs a block once in as many steps as a block has tokens. Both are known without asking, and a
-step of hundreds of rows then costs the host less.
+step of hundreds of rows then costs the host less. Where each row decodes one more token, the plan of the step before is used
+again.
 """
 
+from dataclasses import fields, replace
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -18,15 +20,56 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, **options: Any) -> Sc
     return kind(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **options)
 
 
+SAME_ROWS = ("scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens", "num_common_prefix_blocks")
+"""What a plan has in which rows decode a token each, and nothing else happens."""
+
+
 class _Decoding:
     """What both forms leave out."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         groups = options["kv_cache_config"].kv_cache_groups
+        self._slots: HeldSlots | None = None
+        self._plan: Any = None  # of the last step, if it can be used again
         if len(groups) == 1 and type(groups[0].kv_cache_spec).__name__ == "FullAttentionSpec":
-            manager: Any = self.kv_cache_manager  # type: ignore[attr-defined]
-            manager.allocate_slots = HeldSlots(manager)
+            own: Any = self
+            held = own.kv_cache_manager.allocate_slots = HeldSlots(own.kv_cache_manager)
+            self._slots = None if own.connector or own.needs_kv_cache_zeroing else held
+
+    def schedule(self, *settings: Any, **options: Any) -> Any:
+        """The plan of the next step; see vLLM."""
+        if (plan := self._same_rows()) is None:
+            plan = super().schedule(*settings, **options)  # type: ignore[misc]
+            rows = plan.scheduled_cached_reqs
+            other = any(getattr(plan, each.name) for each in fields(plan) if each.name not in SAME_ROWS)
+            other = other or bool(rows.resumed_req_ids or rows.all_token_ids or rows.new_token_ids)
+            self._plan = None if other or plan.total_num_scheduled_tokens != len(rows.req_ids) else plan
+        return plan
+
+    def _same_rows(self) -> Any:
+        """The last plan for the next token of each row; ``None`` where something else happens."""
+        own: Any = self
+        plan, slots = self._plan, self._slots
+        begins = own.get_request_counts()[1] and len(own.running) < own.max_num_running_reqs
+        if plan is None or slots is None or begins or own.finished_req_ids or own.pause_state:
+            return None
+        names, rows, longest = plan.scheduled_cached_reqs.req_ids, own.running, own.max_model_len
+        if names != [row.request_id for row in rows] or not all(decodes(row, longest) for row in rows):
+            return None
+        full = [row for row in rows if not slots.hold(row, row.num_computed_tokens + 1)]
+        if len(full) > own.kv_cache_manager.block_pool.get_num_free_blocks():
+            return None
+        blocks = {row.request_id: slots(row, 1).get_block_ids(allow_none=True) for row in full}
+        told = replace(
+            plan.scheduled_cached_reqs,
+            new_block_ids=[blocks.get(name) for name in names],
+            num_computed_tokens=[row.num_computed_tokens for row in rows],
+            num_output_tokens=[row.num_output_tokens + row.num_output_placeholders for row in rows],
+        )
+        self._plan = replace(plan, scheduled_cached_reqs=told)
+        own._update_after_schedule(self._plan)
+        return self._plan
 
     def _try_schedule_encoder_inputs(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int, *budget: Any, **shift: Any
@@ -37,6 +80,14 @@ class _Decoding:
             return own(request, num_computed_tokens, num_new_tokens, *budget, **shift)
         nothing = own(request, num_computed_tokens, 0, *budget, **shift)  # its form differs between versions
         return nothing[0], num_new_tokens, *nothing[2:]
+
+
+def decodes(request: Any, longest: int) -> bool:
+    """Whether all that a request can do next is to decode one token, with which it has at most ``longest`` of them."""
+    read, coming = request.num_computed_tokens, request.num_output_placeholders
+    limit = request.num_prompt_tokens + request.max_tokens
+    one = request.num_tokens_with_spec + coming - read == 1
+    return one and not request.is_prefill_chunk and read + 2 - coming < limit and read + 2 <= longest
 
 
 class DecodingScheduler(_Decoding, Scheduler):
@@ -57,8 +108,11 @@ class HeldSlots:
 
     def __call__(self, request: Any, num_new_tokens: int, num_lookahead_tokens: int = 0, **options: Any) -> Any:
         """New blocks for the next tokens of a request, ``None`` if there are none left; see vLLM."""
-        if num_new_tokens == 1 and not options and request.status == RequestStatus.RUNNING:
-            held = len(self._blocks.get(request.request_id, ())) * self._size
-            if request.num_computed_tokens + 1 + num_lookahead_tokens <= held:
-                return self._nothing
+        decoding = num_new_tokens == 1 and not options and request.status == RequestStatus.RUNNING
+        if decoding and self.hold(request, request.num_computed_tokens + 1 + num_lookahead_tokens):
+            return self._nothing
         return self._own(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens, **options)
+
+    def hold(self, request: Any, tokens: int) -> bool:
+        """Whether a request's own blocks have room for so many of its tokens."""
+        return bool(tokens <= len(self._blocks.get(request.request_id, ())) * self._size)

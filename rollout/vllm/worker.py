@@ -34,6 +34,7 @@ class PolicyWorker(Worker):
             make_expert_group()
         super().load_model(*args, **kwargs)
         match_latent_attention(model_of(self))
+        decode_positions_at_once(self.model_runner)
         if rank := self.vllm_config.additional_config.get(LORA_RANK):
             room = make_room(self, rank)  # outside of the memory that a sleep frees
             runner = self.model_runner
@@ -46,6 +47,25 @@ class PolicyWorker(Worker):
             return nullcontext()
         found: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
         return found
+
+
+def decode_positions_at_once(runner: Any) -> None:
+    """Has vLLM's first model runner find the m-RoPE positions of a step in which each row decodes one token without a loop over
+    rows, which would take a tenth of the host's time for a step.
+    """
+    own: Any = getattr(runner, "_calc_mrope_positions", None)
+
+    def positions(plan: Any) -> None:
+        batch, rows = runner.input_batch, len(runner.input_batch.req_ids)
+        read = batch.num_computed_tokens_cpu[:rows]
+        if plan.total_num_scheduled_tokens > rows or (read < batch.num_prompt_tokens[:rows]).any():
+            own(plan)
+        else:
+            ahead = [runner.requests[name].mrope_position_delta for name in batch.req_ids]
+            runner.mrope_positions.np[:, :rows] = read + ahead
+
+    if own is not None:
+        runner._calc_mrope_positions = positions
 
 
 def install(worker: Any) -> PolicySampler:

@@ -38,6 +38,21 @@ def test_the_scheduler_asks_every_request_for_images_and_blocks():
     assert "empty_kv_cache_blocks" in inspect.getsource(KVCacheManager)
 
 
+@relied_on("vllm", TRIED, "`rollout.vllm.scheduler` uses the plan of a step again in which each row decodes a token.")
+def test_a_plan_names_rows_and_what_they_have_and_its_other_fields_are_empty():
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    told = {"req_ids", "resumed_req_ids", "new_token_ids", "all_token_ids"}
+    told |= {"new_block_ids", "num_computed_tokens", "num_output_tokens"}
+    assert set(parameters(CachedRequestData)) == told
+    assert {"scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens"} <= set(
+        parameters(SchedulerOutput)
+    )
+    assert parameters(Scheduler._update_after_schedule) == ["self", "scheduler_output"]
+    assert {"get_request_counts", "pause_state"} <= vars(Scheduler).keys()
+
+
 @relied_on(
     "vllm", TRIED, "`rollout.vllm.sampler` returns these fields, and reads the state of requests by these names."
 )

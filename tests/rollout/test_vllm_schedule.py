@@ -55,3 +55,40 @@ def test_rows_that_decode_ask_for_a_block_when_theirs_is_full_and_for_no_images(
     borders = int(((lengths + 69 - 1) // 32 - (lengths - 1) // 32).sum())
     assert borders >= 2 * rows
     assert len(asked) == rows + borders  # a prompt asks once, a response at each border of a block
+
+
+def test_a_plan_used_again_is_the_one_that_vllm_makes(tmp_path, monkeypatch):
+    """Rows that end one after the other, and more of them than run at a time."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    setup = start("qwen2_5_vl", tmp_path, block_size=32, max_num_seqs=5, kv_cache_bytes=1 << 19)
+    scheduler = setup.vllm.engine.engine_core.engine_core.scheduler
+    sampling = SamplingParams(n=4, temperature=0.8, max_tokens=60, seed=1)
+    made, own = [], Scheduler.schedule
+    monkeypatch.setattr(Scheduler, "schedule", lambda *given: made.append(given) or own(*given))
+
+    def plans():
+        found, made_before, schedule = [], len(made), type(scheduler).schedule
+
+        def noted(*given):
+            plan = schedule(scheduler, *given)
+            rows, scheduled = plan.scheduled_cached_reqs, list(plan.num_scheduled_tokens.values())
+            new = [None if each is None else len(each[0]) for each in rows.new_block_ids]
+            found.append(
+                (scheduled, len(plan.scheduled_new_reqs), new, rows.num_computed_tokens, rows.num_output_tokens)
+            )
+            return plan
+
+        monkeypatch.setattr(scheduler, "schedule", noted)
+        data = generate(setup, setup.vllm, sampling)
+        return data["responses"], found, len(made) - made_before
+
+    tokens, used_again, few = plans()
+    setup.vllm.llm.reset_prefix_cache()
+    monkeypatch.setattr(scheduler, "_same_rows", lambda: None)
+    vllm_tokens, vllm_plans, all_of_them = plans()
+    assert torch.equal(tokens, vllm_tokens)
+    assert used_again == vllm_plans
+    assert all_of_them == len(vllm_plans) > 60
+    assert few < 0.8 * all_of_them
+    assert torch.equal(tokens, generate(setup, setup.hf, sampling)["responses"])
