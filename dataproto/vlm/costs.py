@@ -130,16 +130,6 @@ def dense_layer_weights(text: Any) -> int:
     return attention_weights(text) + 3 * int(text.hidden_size * text.intermediate_size)
 
 
-def sparse_layer_weights(text: Any, layer: int) -> int:
-    """The same in decoder layer number ``layer`` of Qwen3's mixtures: attention, the router, and the experts that the token is
-    sent to. Some layers may be dense.
-    """
-    if layer in (text.mlp_only_layers or ()) or (layer + 1) % text.decoder_sparse_step:
-        return dense_layer_weights(text)
-    experts = 3 * int(text.num_experts_per_tok * text.moe_intermediate_size)
-    return attention_weights(text) + int(text.hidden_size) * (int(text.num_experts) + experts)
-
-
 def logit_flops(text: Any) -> int:
     """Operations of the output projection for one token."""
     return 2 * int(text.hidden_size * text.vocab_size)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto.vlm.costs import sparse_layer_weights
-from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
+from dataproto.vlm.families.qwen3_vl import Qwen3Mixture
+from dataproto.vlm.family import VLMFamily
 from dataproto.vlm.media import EqualImages, Ids, check_limits
 
 
@@ -103,14 +103,8 @@ class InternVL(VLMFamily):
         return torch.stack([2 * linear, 4 * width * depth * tokens**2], dim=1)
 
 
-class InternVLMoe(InternVL):
+class InternVLMoe(Qwen3Mixture, InternVL):
     """InternVL with Qwen3's mixture of experts. That of gpt-oss is refused, see `dataproto.vlm.family_registry`."""
 
     model_type = "internvl+qwen3_moe"
     published: tuple[str, ...] = ("InternVL3.5-30B-A3B", "InternVL3.5-241B-A28B")
-    experts = "model.language_model.layers.*.mlp.experts"
-    tensor_plan = (*DECODER_PLAN, *EXPERT_PLAN)
-
-    def layer_weights(self, text: Any, layer: int) -> int:
-        """Attention, router and the experts that a token is sent to; some layers may be dense."""
-        return sparse_layer_weights(text, layer)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto.vlm.costs import patch_tower_flops, sparse_layer_weights
+from dataproto.vlm.costs import attention_weights, dense_layer_weights, patch_tower_flops
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
 from dataproto.vlm.media import MediaSpans
 
@@ -56,17 +56,25 @@ class Qwen3VL(VLMFamily):
         return patch_tower_flops(vision, grids, width, mlp, int(vision.out_hidden_size), mergers)
 
 
-class Qwen3VLMoe(Qwen3VL):
-    """Qwen3-VL with a mixture of experts."""
+class Qwen3Mixture(VLMFamily):
+    """What families with Qwen3's mixture of experts share."""
 
-    model_type = "qwen3_vl_moe"
-    published: tuple[str, ...] = ("Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B")
     experts = "model.language_model.layers.*.mlp.experts"
     tensor_plan = (*DECODER_PLAN, *EXPERT_PLAN)
 
     def layer_weights(self, text: Any, layer: int) -> int:
         """Attention, router and the experts that a token is sent to; some layers may be dense."""
-        return sparse_layer_weights(text, layer)
+        if layer in (text.mlp_only_layers or ()) or (layer + 1) % text.decoder_sparse_step:
+            return dense_layer_weights(text)
+        experts = 3 * int(text.num_experts_per_tok * text.moe_intermediate_size)
+        return attention_weights(text) + int(text.hidden_size) * (int(text.num_experts) + experts)
+
+
+class Qwen3VLMoe(Qwen3Mixture, Qwen3VL):
+    """Qwen3-VL with a mixture of experts."""
+
+    model_type = "qwen3_vl_moe"
+    published: tuple[str, ...] = ("Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B")
 
     def rollout_weight(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
         """Checkpoints hold the weights of experts as ``(experts, in, out)``, the model as ``(experts, out, in)``."""
