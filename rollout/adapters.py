@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto.vlm import VLMFamily
 from rollout.engine import Request
-from rollout.image_features import KeyedImage
+from rollout.image_features import KeyedInputs
 from rollout.sampling import derive_seed
 
 Pair = tuple[Tensor, Tensor]
@@ -309,7 +309,7 @@ class AdapterRequest(Request):
     """A request for an adapter."""
 
     adapter: Adapter | None = None  # None: the base model
-    images: Sequence[KeyedImage] = ()  # for engines that read features; others read `multi_modal_data`
+    images: Sequence[KeyedInputs] = ()  # for engines that read features; others read `multi_modal_data`
     scores: PromptScores | None = field(default=None, compare=False)  # filled once; samples of a prompt share it
 
     @property

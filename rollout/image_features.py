@@ -42,8 +42,8 @@ class RecentlyUsed(Generic[T]):
             self.bytes -= self.size(self._values.popitem(last=self.size(value) > self.max_bytes)[1])
 
 
-class KeyedImage(Protocol):
-    """An image with the model's inputs; ``key`` is equal for equal inputs."""
+class KeyedInputs(Protocol):
+    """The model's inputs for a medium; ``key`` is equal for equal ones."""
 
     @property
     def key(self) -> bytes: ...
@@ -65,7 +65,7 @@ class ImageFeatures:
         """Number of images that the tower has read."""
         self.kept: RecentlyUsed[Tensor] = RecentlyUsed(max_bytes, lambda features: features.nbytes)
 
-    def of(self, image: KeyedImage) -> Tensor:
+    def of(self, image: KeyedInputs) -> Tensor:
         """The features of an image, on the device."""
         if (found := self.kept.get(image.key)) is not None:
             return found
@@ -80,7 +80,7 @@ class ImageFeatures:
         self.kept[image.key] = found
         return found
 
-    def placed(self, token_types: Tensor, images: Sequence[Sequence[KeyedImage]]) -> tuple[Tensor | None, MediaSpans]:
+    def placed(self, token_types: Tensor, images: Sequence[Sequence[KeyedInputs]]) -> tuple[Tensor | None, MediaSpans]:
         """The joined features of the distinct images, and the spans of ``token_types (B, L)`` or packed ``(1, T)``.
 
         Args:

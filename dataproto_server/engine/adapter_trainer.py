@@ -19,7 +19,7 @@ from dataproto.transfer import move
 from dataproto.vlm import VLMFamily
 from rollout.adapter_layers import AdapterRouter, Run, add_head
 from rollout.adapters import Adapter, AdapterConfig, PromptScores, new_adapter
-from rollout.image_features import ImageFeatures, KeyedImage
+from rollout.image_features import ImageFeatures, KeyedInputs
 from rollout.pretrained import load_model
 from rollout.prompts import PlacedSequence
 from rollout.sampling import project
@@ -223,7 +223,7 @@ class PackedPart:
         return found
 
     @property
-    def images(self) -> list[Sequence[KeyedImage]]:
+    def images(self) -> list[Sequence[KeyedInputs]]:
         """The images of the packed tokens of each row."""
         later = (bool((row.rendered.token_types[shared:] != 0).any()) for row, shared in zip(self.rows, self.shared))
         return [row.rendered.images if any_ else () for row, any_ in zip(self.rows, later)]

@@ -21,21 +21,15 @@ from torch.utils.data import get_worker_info
 from dataproto.columns import IMAGE_KEYS
 from dataproto.vlm.media import MediaLayout
 from rollout.continuation import same_tensors
-from rollout.image_features import RecentlyUsed
+from rollout.image_features import KeyedInputs, RecentlyUsed
 
 T = TypeVar("T")
 
 
-class ProcessedMedium(Protocol):
+class ProcessedMedium(KeyedInputs, Protocol):
     """A medium of a `Prompt`: ``content`` for engines, and the model's ``inputs``. Equal ones have the same ``key``."""
 
     kind: ClassVar[str]
-
-    @property
-    def key(self) -> bytes: ...
-
-    @property
-    def inputs(self) -> dict[str, Tensor]: ...
 
     @property
     def content(self) -> Any:
