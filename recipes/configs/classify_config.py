@@ -72,11 +72,7 @@ class ClassifyConfig(SupervisedConfig):
     run: RunConfig = field(default_factory=lambda: RunConfig(output_dir=OUTPUT_DIR))
 
 
-TINY = ClassifyConfig(
-    preset="tiny",
-    data=ClassifyDataConfig(batch_size=64, max_length=128, max_response_length=32),
-    **tiny_schedule(OUTPUT_DIR),
-)
+TINY = ClassifyConfig(preset="tiny", data=ClassifyDataConfig(max_length=128), **tiny_schedule(OUTPUT_DIR))
 PRESETS = {"tiny": TINY, "any": ClassifyConfig()}
 """The defaults of ``--preset``."""
 parse = partial(parse_recipe, presets=PRESETS, description=__doc__, prog="dataproto classify")

@@ -90,11 +90,7 @@ class SFTConfig(SupervisedConfig):
         ]
 
 
-TINY = SFTConfig(
-    preset="tiny",
-    data=SFTDataConfig(batch_size=64, max_length=256, max_response_length=24),
-    **tiny_schedule(OUTPUT_DIR),
-)
+TINY = SFTConfig(preset="tiny", data=SFTDataConfig(max_length=256, max_response_length=24), **tiny_schedule(OUTPUT_DIR))
 PRESETS = {"tiny": TINY, "any": SFTConfig()}
 """The defaults of ``--preset``."""
 parse = partial(parse_recipe, presets=PRESETS, description=__doc__, prog="dataproto sft")
