@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None, config: ShowConfig | None = Non
         disable_progress_bar()
         sources = list(shown_sources(asked))
         for source in sources:
-            print_source(source)
+            shown = str(render("show.txt", source=source, begin=BEGIN, end=END))
+            Console(highlight=False).print(Text.from_markup(shown.rstrip(), emoji=False), soft_wrap=True)
         if asked.options.page is not None:
             names = ", ".join(source.name for source in sources)
             title = f"{names} as {asked.recipe} reads it"
@@ -287,12 +288,6 @@ def with_scores(
 
 BEGIN, END = "⟦", "⟧"
 """Marks around what is learnt, which show it without colours too."""
-
-
-def print_source(source: ShownSource) -> None:
-    """Prints the rows of a data set and what there is to say of them."""
-    shown = str(render("show.txt", source=source, begin=BEGIN, end=END))
-    Console(highlight=False).print(Text.from_markup(shown.rstrip(), emoji=False), soft_wrap=True)
 
 
 def _score_facts(scores: reward_check.TruthScores) -> dict[str, str]:

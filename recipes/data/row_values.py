@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import date, datetime
 from functools import cache
 from itertools import islice
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
     >>> parsed_row({"images": '["a.png"]', "reward_model": '{"ground_truth": 3}', "answer": float("nan")}, 0)
     {'images': ['a.png'], 'reward_model': {'ground_truth': 3}, 'answer': None}
     """
-    row: dict[str, Any] = {name: None if _is_nan(value) else value for name, value in raw.items()}
+    row = {name: None if isinstance(value, float) and isnan(value) else value for name, value in raw.items()}
     for name in _CHATS:
         text = row.get(name)
         items = json_list(text)
@@ -145,10 +146,6 @@ def is_blank(value: Any) -> bool:
 
 def _is_turn(item: Mapping[str, Any]) -> bool:
     return "role" in item or "from" in item
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and value != value
 
 
 def chat_messages(turns: Any, index: int) -> list[Mapping[str, Any]]:

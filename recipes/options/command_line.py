@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_origin
 
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, later_errors
 from recipes.options.config_file import ONCE, OPTIONS_FILE, file_values
@@ -340,7 +340,7 @@ def _values(option: Option, rest: list[str]) -> list[str]:
     if bool in option.kinds:
         takes = end and (rest[0].lower() in TRUTH or (str in option.kinds and not rest[0].startswith("-")))
         return [rest.pop(0)] if takes else ["true"]
-    if not option.takes_many:
+    if not any(get_origin(kind) in (tuple, dict) for kind in option.kinds):  # its value is one word
         if not end:
             raise InvalidConfig(f"--{option.name} needs a value")
         end = 1

@@ -56,11 +56,6 @@ class Option:
         """The types of which its value has one."""
         return get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
 
-    @property
-    def takes_many(self) -> bool:
-        """Whether its value can be several words."""
-        return any(get_origin(kind) in (tuple, dict) for kind in self.kinds)
-
     def value(self, words: Sequence[str]) -> Any:
         """The value that words spell. Raises `InvalidConfig`."""
         try:
