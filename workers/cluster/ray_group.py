@@ -67,7 +67,9 @@ def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": config.show_logs}
     environment = config.runtime_env
     if config.address is None:
-        _bind_to_localhost()
+        # The ports of this Ray are open to this machine only. Its processes read the variable, this one the constant.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
         options |= {
             "num_cpus": max(os.cpu_count() or 1, int(processes * config.cpus) + 1),
             "include_dashboard": False,
@@ -83,12 +85,6 @@ def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
     _started_with.append(config)
     with ending(_started_with.clear, ray.shutdown):
         yield
-
-
-def _bind_to_localhost() -> None:
-    """Opens the ports of a Ray started here to this machine only. Ray's processes read the variable, this one the constant."""
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def pickle_unimportable_modules_by_value() -> None:
@@ -175,17 +171,13 @@ class StepBlobs:
     def open(self) -> Iterator[None]:
         """What is pickled in the block shares its media with what was pickled earlier in the step; see `shared_blobs`."""
         if self._limit is None:
-            self._limit = _media_limit_bytes()
+            here = ray.get_runtime_context().get_node_id()
+            node = next(node for node in ray.nodes() if node["NodeID"] == here)
+            self._limit = int(node["Resources"].get("object_store_memory", 0) * MEDIA_SHARE)
         if self._store.num_bytes > self._limit:
             self.renew()
         with self._shared.open():
             yield
-
-
-def _media_limit_bytes() -> int:
-    here = ray.get_runtime_context().get_node_id()
-    node = next(node for node in ray.nodes() if node["NodeID"] == here)
-    return int(node["Resources"].get("object_store_memory", 0) * MEDIA_SHARE)
 
 
 # Processes

@@ -25,12 +25,6 @@ from workers.model.patches import replace_forward, set_on_module
 from workers.model.precision import in_autocast_dtype
 
 
-def compute_grouped(experts: nn.Module) -> None:
-    """Makes a module of fused experts, also of adapted ones, compute by `grouped_experts`, with the weights that it is given."""
-    fused = fused_module(experts)
-    replace_forward(fused, MethodType(grouped_forward, fused))
-
-
 def fused_module(experts: Any) -> Any:
     """The module of transformers in what adapters or a split have put in its place, which call it as ``compute[0]``."""
     while hasattr(experts, "compute"):
@@ -150,7 +144,8 @@ def use_packed_experts(model: Any, family: VLMFamily) -> tuple[int, int]:
         return 0, 0
     routers: dict[str, tuple[nn.Module, int]] = {}  # by layer
     for number, (name, gate) in enumerate(zip(names, family.routers(model), strict=True)):
-        compute_grouped(model.get_submodule(name))
+        fused = fused_module(model.get_submodule(name))
+        replace_forward(fused, MethodType(grouped_forward, fused))
         pack_router(gate, family)
         layer, _, _ = name.removeprefix(f"{family.decoder_layers}.").partition(".")
         routers[layer] = gate, number

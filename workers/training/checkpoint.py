@@ -82,16 +82,10 @@ def _raise_interrupt(error: checkpoint.CheckpointException) -> None:
             raise cause from error
 
 
-def run_in_background(write: Callable[[ProcessGroup | None], None]) -> "Future[None]":
-    """Calls ``write`` in the background with a process group of all ranks, ``None`` if there is none. Every rank calls it.
-
-    Calls follow one another in their order: two at a time would mix up their collectives on that group if a rank is slower than
-    the others.
-    """
-    return _WRITER.submit(write, _background_group() if distributed.is_initialized() else None)
-
-
-_WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")  # one: see `run_in_background`
+_WRITER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+"""One thread, so that calls follow one another in their order: two at a time would mix up their collectives on the group of
+`_background_group` if a rank is slower than the others.
+"""
 
 
 @cache
@@ -378,7 +372,7 @@ class Saving:
 
     def _write(self, write: Callable[[ProcessGroup | None], None], in_background: bool) -> None:
         if in_background:
-            self._writes.append(run_in_background(write))
+            self._writes.append(_WRITER.submit(write, _background_group() if distributed.is_initialized() else None))
         else:
             write(None)
 
