@@ -44,7 +44,9 @@ class VLLMAdapterEngine(VLLMEngine):
         self._nothing: Any = None
         if self.device.type == "cpu":
             self._zeros = TemporaryDirectory(prefix="no-adapter-")
-            self._write_zeros(Path(self._zeros.name))
+            text, least = self.llm.model_config.hf_config.get_text_config(), LORA_RANKS[0]
+            pair = torch.zeros(least, int(text.hidden_size)), torch.zeros(int(text.vocab_size), least)
+            write_adapter(Adapter(AdapterConfig(least), {self.family.head: pair}), Path(self._zeros.name), "")
             self._nothing = self._new_lora(self._zeros.name)
 
     def _adapter_of(self, request: Request) -> Any:
@@ -60,8 +62,3 @@ class VLLMAdapterEngine(VLLMEngine):
 
         self._loaded += 1
         return LoRARequest(f"adapter-{self._loaded}", self._loaded, path)
-
-    def _write_zeros(self, directory: Path) -> None:
-        text, rank = self.llm.model_config.hf_config.get_text_config(), LORA_RANKS[0]
-        pair = torch.zeros(rank, int(text.hidden_size)), torch.zeros(int(text.vocab_size), rank)
-        write_adapter(Adapter(AdapterConfig(rank), {self.family.head: pair}), directory, "")
