@@ -58,11 +58,6 @@ class Precision:
             return torch.autocast(self.device_type, dtype=self.dtype)
         return contextlib.nullcontext() if self.half_weights is None else self.half_weights.replaced()
 
-    @property
-    def stream_dtype(self) -> torch.dtype:
-        """The dtype of states between layers; under autocast their sums stay in float32."""
-        return torch.float32 if self.autocasts else self.dtype
-
 
 def mixed_precision(dtype: str, device_type: str) -> MixedPrecisionPolicy:
     """How FSDP casts weights of a model with `ModelConfig.dtype`; gradients are summed in float32.
