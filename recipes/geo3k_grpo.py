@@ -16,10 +16,7 @@ from recipes.options import training_command
 from recipes.run.policy_gradient import run
 
 OUTPUT_DIR = Path("outputs/geo3k_grpo")
-
-
 PRESETS = {name: replace(each, run=replace(each.run, output_dir=OUTPUT_DIR)) for name, each in grpo.PRESETS.items()}
-TINY = PRESETS["tiny"]
 parse = partial(parse_with_defaults, presets=PRESETS, description=__doc__, prog="python -m recipes.geo3k_grpo")
 
 main = training_command(parse, run, step_for)

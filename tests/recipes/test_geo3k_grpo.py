@@ -18,7 +18,7 @@ from helpers.geo3k_runs import REWARD, arguments, rows_of, without_measurements
 from helpers.kept_runs import load_kept
 from helpers.option_files import in_files
 from helpers.tiny_models import VLM_TYPES
-from recipes.geo3k_grpo import TINY, main, parse
+from recipes.geo3k_grpo import PRESETS, main, parse
 from recipes.run.policy_gradient import open_data_set
 from recipes.watch.metrics_file import read_metrics
 from recipes.watch.rollout_files import kept_steps
@@ -246,7 +246,7 @@ def check_refused(wrong, message, capfd, directory):
 
 
 def test_defaults_are_for_the_model_at_hand():
-    assert parse([]) == TINY
+    assert parse([]) == PRESETS["tiny"]
     real = parse(["--preset", "any", "--model-path", "somewhere"])
     assert real.optimizer.lr == 1e-6
     assert real.data.batch_size == 512

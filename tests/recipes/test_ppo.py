@@ -15,7 +15,7 @@ from helpers.engines import ROWS
 from helpers.option_files import in_files
 from recipes.algorithms.options import advantage_columns
 from recipes.geo3k_grpo import main as run_grpo
-from recipes.geo3k_ppo import TINY, main, parse
+from recipes.geo3k_ppo import PRESETS, main, parse
 from recipes.ppo import PPOConfig, critic_loss, ppo_step
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
@@ -101,7 +101,7 @@ def test_options_are_typed_on_the_command_line():
     )
     assert (config.algorithm.lam, config.critic_optimizer.lr, config.run.steps) == (0.95, 2e-4, 7)
     assert config.algorithm.clip == (0.1, 0.3)
-    assert config.data == TINY.data
+    assert config.data == PRESETS["tiny"].data
     assert parse(["--preset", "any", "--model-path", "x"]).algorithm == PPOConfig()
     with pytest.raises(InvalidConfig, match=r"^--algorithm.advantage rloo does not use a critic: run dataproto grpo$"):
         parse(["--algorithm.advantage", "rloo"])

@@ -200,11 +200,7 @@ class RolloutWorker:
 
     @dispatch(split=split_prompts, join=join_rows)
     def play(
-        self,
-        prompts: DataProto,
-        make_environment: MakeEnvironment,
-        sampling: SamplingParams,
-        limits: EpisodeLimits,
+        self, prompts: DataProto, make_environment: MakeEnvironment, sampling: SamplingParams, limits: EpisodeLimits
     ) -> DataProto:
         """``sampling.n`` episodes for each prompt row, next to each other, one row each, with the columns of `episode_columns`.
 
@@ -226,13 +222,7 @@ class RolloutWorker:
         return self.episodes(prompts, EpisodePlan(make_environment, limits), sampling)
 
     @dispatch(split=split_prompts, join=join_rows)
-    def run(
-        self,
-        prompts: DataProto,
-        agent: Agent,
-        sampling: SamplingParams,
-        limits: EpisodeLimits,
-    ) -> DataProto:
+    def run(self, prompts: DataProto, agent: Agent, sampling: SamplingParams, limits: EpisodeLimits) -> DataProto:
         """``sampling.n`` episodes of an agent for each prompt row, next to each other, with the columns of `play` and those of
         `rollout.agents.agent_columns`.
 
@@ -334,12 +324,7 @@ class RolloutWorker:
         return response_rows(samples, found, groups.failure, *rest)
 
     def _advance_episodes(
-        self,
-        samples: DataProto,
-        sampling: SamplingParams,
-        groups: WholeGroups,
-        weight_version: int,
-        plan: Plan,
+        self, samples: DataProto, sampling: SamplingParams, groups: WholeGroups, weight_version: int, plan: Plan
     ) -> DataProto:
         starts, begun = episode_starts(samples, sampling), list(samples[BEGUN])
         held = self._held[type(plan)]
