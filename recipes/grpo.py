@@ -33,7 +33,6 @@ from rollout.engine import SamplingParams
 from workers import Roles
 from workers.model.packed_model import Outputs
 from workers.training.forward_pass import LossFn
-from workers.training.loss_sums import Updated
 
 __all__ = ["PRESETS", "TINY", "GRPOConfig", "GRPORunConfig", "grpo_step", "main", "parse", "policy_loss"]
 
@@ -75,18 +74,18 @@ def grpo_step(
     data, learned = with_advantages(data, config, sampling, state, metrics)
     if len(learned):
         with timed(metrics, "update_actor"):
-            found = update_policy(roles, learned, config)
+            found = roles.actor.update_and_score(
+                learned,
+                policy_loss(config),
+                minibatch=config.minibatch,
+                epochs=config.epochs,
+                aggregation=config.aggregation,
+                entropy=True,
+            )
         metrics |= found.metrics | log_probs_before_update(data, learned, config, found.scores)
     roles.sync_weights()
     state.steps += 1
     return data, metrics
-
-
-def update_policy(roles: Roles, learned: DataProto, config: AlgorithmConfig) -> Updated:
-    """The optimizer steps of the policy on rows with advantages."""
-    loss, minibatch, aggregation = policy_loss(config), config.minibatch, config.aggregation
-    updated: Updated = roles.actor.update_and_score(learned, loss, minibatch, config.epochs, aggregation, entropy=True)
-    return updated
 
 
 def grpo_step_in_parts(
@@ -119,7 +118,9 @@ def grpo_step_in_parts(
                     metrics |= roles.actor.finish_update()
                     seen = learned["actor_log_probs"]
                 else:
-                    found = update_policy(roles, learned, config)
+                    found = roles.actor.update_and_score(
+                        learned, policy_loss(config), config.minibatch, config.epochs, config.aggregation, entropy=True
+                    )
                     metrics |= found.metrics
                     seen = found.scores
             metrics |= log_probs_before_update(data, learned, config, seen)

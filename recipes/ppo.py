@@ -12,7 +12,7 @@ from dataproto import DataProto
 from recipes.algorithms.losses import value_loss
 from recipes.configs.episodes_config import EpisodeRunConfig
 from recipes.configs.ppo_config import PRESETS, TINY, ActorCriticConfig, PPOConfig, PPORunConfig, parse
-from recipes.grpo import step_for, update_policy
+from recipes.grpo import policy_loss, step_for
 from recipes.options import training_command
 from recipes.run.metrics import merge_updates, timed
 from recipes.run.phases import StepState, log_probs_before_update, policy_log_probs, sample, with_advantages
@@ -60,7 +60,9 @@ def ppo_step(
         metrics = merge_updates(metrics, found)
     if len(learned) and policy_learns:
         with timed(metrics, "update_actor"):
-            updated = update_policy(roles, learned, config)
+            updated = roles.actor.update_and_score(
+                learned, policy_loss(config), config.minibatch, config.epochs, config.aggregation, entropy=True
+            )
         metrics = merge_updates(metrics, updated.metrics)
         metrics |= log_probs_before_update(data, learned, config, updated.scores)
     for role in (roles.actor, roles.critic):  # also in a step that did not update them
