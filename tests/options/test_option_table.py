@@ -126,7 +126,7 @@ def test_help_shows_the_common_options_and_says_how_many_more_there_are(recipe, 
         {*re.findall(r"^  --([\w.-]+)", shown(recipe, option, capsys), re.M)} for option in ("--help", "--help-all")
     )
     assert {"preset", "config", "resume", "model-path", "data-path", "steps", "optimizer.lr"} <= common < everything
-    assert {option.name for option in options_of(recipe.TINY)} - FILE_ONLY <= everything
+    assert {option.name for option in options_of(recipe.PRESETS["tiny"])} - FILE_ONLY <= everything
     assert not FILE_ONLY & everything
     (more,) = re.findall(r"^(\d+) more options: .* --help-all$", shown(recipe, "--help", capsys), re.M)
     assert int(more) == len(everything) - len(common)

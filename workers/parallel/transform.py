@@ -23,6 +23,10 @@ class Transform:
     def __init__(self, ranks: Ranks, options: ModelConfig) -> None:
         self.ranks, self.options = ranks, options
 
+    def take_options(self, options: ModelConfig) -> None:
+        """Works by these options from the next call on; they differ from the former ones only in ``unsharded``."""
+        self.options = options
+
     @classmethod
     def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
         """Whether this layout and these options ask for the transform."""

@@ -195,11 +195,7 @@ class MicroBatchFeed:
     """The `Feed` of a pipeline: micro-batches, packed."""
 
     def __init__(
-        self,
-        module: PackedVLM,
-        parts: Sequence[MicroBatch],
-        device: torch.device,
-        conclude: Conclude,
+        self, module: PackedVLM, parts: Sequence[MicroBatch], device: torch.device, conclude: Conclude
     ) -> None:
         self.module, self.parts, self.device, self._conclude = module, parts, device, conclude
         self.prepared = [PreparedRows(module, part.rows) for part in parts]
