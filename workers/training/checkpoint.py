@@ -237,11 +237,10 @@ class PlainPlanner(DefaultLoadPlanner):
     """Accepts values other than tensors only if they are plain."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # The first parser refuses other values. The one below would run code, so it gets what was read, not the file's bytes.
         plain = io.BytesIO()
-        torch.save(
-            torch.load(value, weights_only=True), plain
-        )  # refuses others; what it has read is read again by a parser
-        plain.seek(0)  # that would run code, so it does not get the bytes of the file
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
         super().load_bytes(read_item, plain)
 
 

@@ -333,7 +333,7 @@ class TrainingModel:
             transform.before_backward(self.module, last=False)
         with self.accounting.phase("pipeline"):
             feed = MicroBatchFeed(self.module, parts, self.device, conclude)
-            # Between layers; under autocast their sums stay in float32.
+            # The dtype of states between layers: under autocast their sums stay in float32.
             dtype = torch.float32 if self.precision.autocasts else self.precision.dtype
             pipeline.run(feed, self.device, dtype, entropy, backward)
         for transform in self.transforms if backward and parts else ():
