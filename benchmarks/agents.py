@@ -17,7 +17,8 @@ transport that answers at once.
 
 ``rate`` plays such conversations, with larger pictures and replies of about ``--turn-tokens``, on a real engine in the same three
 ways, and prints the medians of tokens a second and their share of those of `EpisodePlan`. CHECKPOINT is one of
-``random_checkpoint.py``; by default a small model. An episode ends early where a reply finds no end.
+``random_checkpoint.py``; by default a small model. An episode ends early where a reply finds no end. Give more conversations than
+the engine decodes at a time (``--options '{"max_num_seqs": 128}'``): else the longest episode decides.
 """
 
 import argparse
@@ -163,8 +164,10 @@ class Agent:
             for picture in shown(self.side):
                 messages.append(picture)
                 body = {"model": task.model, "messages": messages}
-                reply = await client.post(f"{task.base_url}/chat/completions", json=body)
-                messages.append(reply.json()["choices"][0]["message"])
+                reply = (await client.post(f"{task.base_url}/chat/completions", json=body)).json()["choices"][0]
+                messages.append(reply["message"])
+                if reply["finish_reason"] == "length":  # here environments end
+                    break
         return 1.0
 
 
@@ -173,11 +176,10 @@ class WithoutSockets:
 
     def __init__(self, side: int) -> None:
         self.side = side
-        self.client: Any = None
+        self.clients = cache(lambda app: openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app)))
 
     async def __call__(self, task: Any) -> float:
-        self.client = self.client or openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(task.app))
-        await talk(self.client, task.api_key, self.side)
+        await talk(self.clients(task.app), task.api_key, self.side)
         return 1.0
 
 
@@ -186,8 +188,10 @@ async def talk(http: Any, key: str, side: int) -> None:
     messages: list[Any] = [{"role": "system", "content": "Walk."}]
     for picture in shown(side):
         messages.append(picture)
-        reply = await client.chat.completions.create(model="policy", messages=messages)
-        messages.append(reply.choices[0].message)
+        reply = (await client.chat.completions.create(model="policy", messages=messages)).choices[0]
+        messages.append(reply.message)
+        if reply.finish_reason == "length":
+            break
 
 
 class SaysUp(httpx2.AsyncBaseTransport):

@@ -14,6 +14,7 @@ tokens a second, drafts that were kept, and the speed compared with that without
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -117,21 +118,23 @@ def measure(arguments: argparse.Namespace, drafted: int) -> None:
         head = None if arguments.without_head else head_work(config, engine.device)
         take = RecordedTokens(engine.sampler, recorded, head)
     list(engine.generate(requests, sampling))  # kernels and graphs
-    for rate in arguments.rates if take is not None else [0.0]:
+    sizes = sorted({min(rows, len(requests)) for rows in arguments.rows})
+    for rows, rate in itertools.product(sizes, arguments.rates if take is not None else [0.0]):
         if take is not None:
             take.rate = rate
         engine._reset_caches()
         synchronize()
         started = time.perf_counter()
-        done = list(engine.generate(requests, sampling))
+        done = list(engine.generate(requests[:rows], sampling))
         synchronize()
         seconds = time.perf_counter() - started
         tokens, kept = sum(len(each.token_ids) for each in done), sum(each.accepted_tokens or 0 for each in done)
         if take is None:
-            seeds = [request.seed for request in requests]
-            file.write_text(json.dumps({seeds[each.request]: each.token_ids for each in done}))
-        row = {"drafts": drafted, "rate": rate, "tokens/s": tokens / seconds, "kept a pass": kept / (tokens - kept)}
-        print(f"FOUND {json.dumps(row | {'seconds': seconds, 'engine': runner})}", flush=True)
+            file.write_text(json.dumps({requests[each.request].seed: each.token_ids for each in done}))
+        found = {"rows": rows, "drafts": drafted, "rate": rate, "tokens/s": tokens / seconds}
+        found |= {"kept a pass": kept / (tokens - kept), "seconds": seconds, "engine": runner}
+        with results_of(arguments).open("a") as results:
+            results.write(f"{json.dumps(found)}\n")
 
 
 def main() -> None:
@@ -144,6 +147,9 @@ def main() -> None:
         "--tokens", type=int, nargs="+", default=[0, 1, 2, 3], help="numbers of drafted tokens; 0 first"
     )
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="probabilities that a draft is kept")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[32, 256], help="numbers of rows that are decoded at a time"
+    )
     parser.add_argument("--prompts", type=int, default=32, help="prompts with a picture each (default: 32)")
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt (default: 8)")
     parser.add_argument("--response", type=int, default=512, help="tokens of a response (default: 512)")
@@ -156,24 +162,26 @@ def main() -> None:
     if arguments.here:
         measure(arguments, arguments.tokens[0])
         return
-    results = arguments.work / f"{arguments.size}.jsonl"
     for drafted in arguments.tokens:
-        command = [sys.executable, __file__, *sys.argv[1:], "--tokens", str(drafted), "--here"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-        with results.open("a") as file:
-            file.write("".join(f"{line}\n" for line in found))
-    print(table([json.loads(line) for line in results.read_text().splitlines()]))
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--tokens", str(drafted), "--here"], check=True)
+        print(table([json.loads(line) for line in results_of(arguments).read_text().splitlines()]), flush=True)
+
+
+def results_of(arguments: argparse.Namespace) -> Path:
+    return Path(arguments.work / f"{arguments.size}.jsonl")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Of each number and rate the last measurement, compared with the last one without drafts."""
-    last = {(row["drafts"], row["rate"]): row for row in rows}
-    plain = last[0, 0.0]["tokens/s"]
-    lines = [f"{last[0, 0.0]['engine']}", "| drafts | rate | kept a pass | tokens/s | times |", "|---|---|---|---|---|"]
-    for (drafts, rate), row in sorted(last.items()):
-        speed = row["tokens/s"]
-        lines.append(f"| {drafts} | {rate} | {row['kept a pass']:.2f} | {speed:,.0f} | {speed / plain:.2f} |")
+    last = {(row["rows"], row["drafts"], row["rate"]): row for row in rows}
+    lines = [
+        f"{rows[-1]['engine']}",
+        "| rows | drafts | rate | kept a pass | tokens/s | times |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (count, drafts, rate), row in sorted(last.items()):
+        speed, plain = row["tokens/s"], last[count, 0, 0.0]["tokens/s"]
+        lines.append(f"| {count} | {drafts} | {rate} | {row['kept a pass']:.2f} | {speed:,.0f} | {speed / plain:.2f} |")
     return "\n".join(lines)
 
 
