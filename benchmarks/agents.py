@@ -34,6 +34,7 @@ from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
@@ -53,6 +54,7 @@ from rollout.agents.wire_replies import chat_body  # noqa: E402
 from rollout.engine import Completion, SamplingParams, create_engine  # noqa: E402
 from rollout.environments import EpisodeLimits, EpisodePlan, EpisodeStart, Observation, TurnRenderer  # noqa: E402
 from rollout.prompts import PromptBuilder  # noqa: E402
+from rollout.sampling import draw_tokens  # noqa: E402
 
 TARGETS = {"walk": 0.9, "zoom": 0.85}
 SETTINGS = {"walk": "--steps 100", "zoom": "--steps 120 --optimizer.lr 1e-3"}
@@ -264,9 +266,14 @@ def rate(options: argparse.Namespace) -> None:
         path = options.model or str(make_tiny_model(Path(folder), 0, WALK.model, WALK.texts))
         engine = create_engine(options.engine, path, **json.loads(options.options))
         renderer = TurnRenderer(PromptBuilder.from_pretrained(path, 8192))
-    words = renderer.builder.config.get_text_config().vocab_size
-    stops = tuple(range(0, words, options.turn_tokens))  # a reply ends at a token in so many
-    sampling = SamplingParams(max_tokens=4 * options.turn_tokens, stop_token_ids=stops, ignore_eos=True)
+    sampling, draw = SamplingParams(max_tokens=4 * options.turn_tokens), draw_tokens
+
+    def ends(
+        probs: Any, numbers: Any
+    ) -> Any:  # one token in so many ends a reply; as a list of stops that would be slow
+        drawn = draw(probs, numbers)
+        return drawn.where(drawn % options.turn_tokens != 0, renderer.builder.end_ids[0])
+
     starts = starts_of(options.conversations)
     plans = {
         "play": EpisodePlan(partial(Shows, side), limits),
@@ -276,9 +283,10 @@ def rate(options: argparse.Namespace) -> None:
     ways: dict[str, Any] = {
         name: partial(plan.play, engine, renderer, sampling=sampling) for name, plan in plans.items()
     }
-    for way in ways.values():
-        way(starts[: len(starts) // 4])  # kernels, graphs and caches
-    found = {name: [tokens_a_second(way, starts) for _ in range(options.times)] for name, way in ways.items()}
+    with mock.patch("rollout.sampling.draw_tokens", ends):
+        for way in ways.values():
+            way(starts[: len(starts) // 4])  # kernels, graphs and caches
+        found = {name: [tokens_a_second(way, starts) for _ in range(options.times)] for name, way in ways.items()}
     native = median(found["play"])
     for name, rates in found.items():
         listed = ", ".join(f"{each:,.0f}" for each in rates)
