@@ -4,7 +4,8 @@
 #   bash benchmarks/on_gpus.sh OUT PART ...      # logs into OUT; prints the last lines of each part
 #
 # | part | GPUs | what | seconds on a fresh machine |
-# | presets | 2 of 80 GB | ten steps: 7B with adapters on one, 3B in 4 bits on 22 GiB of the other, then 7B on both | 600 |
+# | presets | 2 | ten steps: 7B with adapters on one as on a card of 80 GB, 3B in 4 bits on the other as on one of 22 GiB | 560 |
+# | preset-7b | 2 of 80 GB | ten steps of 7B | 560 |
 # | step | 2 | 7B, 128 prompts x 5 samples | 400 |
 # | staleness | 2 | the same step, decoded ahead by one update | 560 |
 # | recurrent | 2 of 141 GB | Qwen3.5-9B, 32 prompts x 5 samples | 600 |
@@ -32,20 +33,52 @@ limited() {
 
 checkpoint() { [ -d "$checkpoints/$1" ] || python benchmarks/random_checkpoint.py "$1" "$checkpoints/$1"; }
 
+# preset NAME GIB OPTION ...: ten steps, on a card of so many GiB: another process holds the rest of this one.
 preset() {
-    local name=$1
-    shift
-    limited 560 "$name" python -c 'import sys; from recipes.commands import main; sys.exit(main(sys.argv[1:]))' grpo \
-        --preset "$@" --steps 10 --save-every 0 --eval-every 0 --no-eval-first --max-response-length 512 --output-dir "$out/$name"
+    local name=$1 card=$2
+    shift 2
+    limited 560 "$name" python "$out/card.py" "$card" grpo --preset "$@" --steps 10 --save-every 0 --eval-every 0 --no-eval-first \
+        --max-response-length 512 --output-dir "$out/$name"
 }
 
-# Takes all memory of a device but so many GiB.
-taken_but() {
-    python -c 'import sys, time, torch
-free, _ = torch.cuda.mem_get_info()
-held = torch.empty(free - int(float(sys.argv[1]) * 2**30), dtype=torch.uint8, device="cuda")
-time.sleep(3600)' "$1"
-}
+cat > "$out/card.py" << 'PY'
+import subprocess
+import sys
+
+import torch
+
+HOLD = """import sys, time, torch
+held = torch.cuda.mem_get_info()[1] - int(sys.argv[1]) - 600 * 2**20  # 600 MiB: this process itself
+kept = torch.empty(max(held, 0), dtype=torch.uint8, device="cuda")
+print(flush=True)
+time.sleep(3600)"""
+
+
+class Card:
+    """The properties of a device of another size."""
+
+    def __init__(self, properties, size):
+        self._properties, self.total_memory = properties, size
+
+    def __getattr__(self, name):
+        return getattr(self._properties, name)
+
+
+if __name__ == "__main__":
+    size = int(float(sys.argv[1]) * 2**30)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(size)], stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    free, properties = torch.cuda.mem_get_info, torch.cuda.get_device_properties
+    torch.cuda.mem_get_info = torch.cuda.memory.mem_get_info = lambda *given: (free(*given)[0], size)
+    torch.cuda.get_device_properties = lambda *given: Card(properties(*given), size)
+    from recipes.commands import main
+
+    try:
+        status = main(sys.argv[2:])
+    finally:
+        holder.kill()
+    sys.exit(status)
+PY
 
 step() { # NAME LIMIT OPTION ...
     local name=$1 seconds=$2
@@ -55,16 +88,9 @@ step() { # NAME LIMIT OPTION ...
 
 presets() {
     checkpoint 3b && checkpoint 7b
-    (export CUDA_VISIBLE_DEVICES=0 && preset preset-7b-lora 7b --model-path "$checkpoints/7b" --lora-rank 32 --batch-size 32) &
-    (
-        export CUDA_VISIBLE_DEVICES=1
-        taken_but 22 &
-        sleep 10
-        preset preset-3b-4bit 3b --model-path "$checkpoints/3b" --lora-rank 16 --load-in-4bit --batch-size 16
-        kill %1
-    ) &
+    (export CUDA_VISIBLE_DEVICES=0 && preset preset-7b-lora 79.1 7b --model-path "$checkpoints/7b" --lora-rank 32 --batch-size 32) &
+    (export CUDA_VISIBLE_DEVICES=1 && preset preset-3b-4bit 22 3b --model-path "$checkpoints/3b" --lora-rank 16 --load-in-4bit --batch-size 16) &
     wait
-    preset preset-7b 7b --model-path "$checkpoints/7b" --batch-size 64
 }
 
 two=(--gpus 2 --size 7b --prompts 128 --minibatch 32 --token-budget 11776 --scoring-token-budget 32768 --unsharded weights)
@@ -72,17 +98,23 @@ two=(--gpus 2 --size 7b --prompts 128 --minibatch 32 --token-budget 11776 --scor
 for part in "$@"; do
     case $part in
         presets) presets ;;
+        preset-7b)
+            checkpoint 7b
+            limited 560 preset-7b python -c 'import sys; from recipes.commands import main; sys.exit(main(sys.argv[1:]))' grpo \
+                --preset 7b --model-path "$checkpoints/7b" --batch-size 64 --steps 10 --save-every 0 --eval-every 0 --no-eval-first \
+                --max-response-length 512 --output-dir "$out/preset-7b"
+            ;;
         step) step step 420 "${two[@]}" --max-tokens 512 --whole-responses --rollout '{"max_num_seqs": 320}' ;;
         staleness) step staleness 580 "${two[@]}" --staleness 1 --apart 0 --rollout '{"max_num_seqs": 512}' ;;
         recurrent)
             step recurrent 600 --gpus 2 --size qwen3.5-9b --prompts 32 --minibatch 32 --max-tokens 512 --whole-responses \
                 --token-budget 6144 --unsharded weights
             ;;
-        drafts) limited 600 drafts python benchmarks/draft_speed.py --size qwen3.5-9b --work "$out/drafts" --tokens 0 3 ;;
+        drafts) limited 600 drafts python benchmarks/draft_speed.py --size qwen3.5-9b --work "$out/drafts" --rows 16 32 64 --tokens 0 3 ;;
         agents)
             checkpoint 3b
-            limited 300 agents python benchmarks/agents.py rate --engine vllm --model "$checkpoints/3b" --conversations 128 \
-                --turn-tokens 64 --times 2
+            limited 300 agents python benchmarks/agents.py rate --engine vllm --model "$checkpoints/3b" --conversations 384 \
+                --turn-tokens 64 --times 2 --options '{"max_num_seqs": 128}'
             ;;
         larger)
             step larger 580 --gpus 4 --size 7b --token-budget 10240 --scoring-token-budget 32768 --unsharded auto \
