@@ -256,7 +256,8 @@ def not_hiding(error: BaseException | None) -> Iterator[None]:
 
 
 def describe(failure: BaseException, file: str | None = None) -> str:
-    """An exception in one line: type, message, and the last line of ``file`` that it passed, or else of any file.
+    """An exception in one line: type, message, and the last line of ``file`` that it passed, or else of any file; the first one
+    of a group.
 
     >>> def half(x):
     ...     return x / 0
@@ -266,6 +267,8 @@ def describe(failure: BaseException, file: str | None = None) -> str:
     ...     describe(error, half.__code__.co_filename).partition(" (")[0]
     'ZeroDivisionError: division by zero'
     """
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
     try:
         text = str(failure)
     except Exception as error:  # The class is the user's own.

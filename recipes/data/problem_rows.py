@@ -22,6 +22,7 @@ from recipes.data import row_values
 from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
 from recipes.data.tables import TableRows, open_rows
 from rollout.prompts.messages import MEDIA, with_markers
+from rollout.prompts.sources import media_list
 
 INSTRUCTION = (
     "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
@@ -148,7 +149,7 @@ def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[
     for kind, column in MEDIA.items():
         key = getattr(keys, f"{kind}_key")
         held = [name for name in ([key] if key else [column, kind]) if raw.get(name) is not None]
-        read = next((name for name in held if not row_values.is_blank(raw[name])), None)
+        read = next((name for name in held if media_list(raw[name]) and not row_values.is_blank(raw[name])), None)
         if read is not None:
             listed = isinstance(raw[read], row_values.LISTS) or row_values.json_list(raw[read]) is not None
             several = read != "video" and listed

@@ -64,9 +64,8 @@ def row_media(raw: Mapping[str, Any]) -> dict[str, list[Any]]:
     """
     found = {}
     for kind, column in MEDIA.items():
-        one = raw.get(kind)
-        frames = kind == "video" and raw.get(column) is None and one is not None
-        found[kind] = [one] if frames else media_list(one if raw.get(column) is None else raw[column])
+        one, several = raw.get(kind), media_list(raw.get(column))
+        found[kind] = several or ([one] if kind == "video" and one is not None else media_list(one))
     return found
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from PIL import Image
 
 from dataproto.errors import InvalidConfig
+from rollout.environments.environment import awaited
 from rollout.prompts.sounds import wav_file
 
 MOST_PROCESSES = 32
@@ -144,6 +145,8 @@ class AgentHost:
         if not done.cancelled():
             error = done.exception()
             self.inbox.put(Ended(episode, None if error else done.result(), error))
+        elif episode in self._running:  # not by us
+            self.inbox.put(Ended(episode, error=RuntimeError("its task was cancelled")))
 
     async def _awaited(self, task: AgentTask) -> Outcome:
         try:
@@ -154,7 +157,10 @@ class AgentHost:
 
     def _call(self, episode: int, task: AgentTask) -> None:
         try:
-            self.inbox.put(Ended(episode, self.agent(task)))
+            found: Any = self.agent(task)
+            if inspect.isawaitable(found):  # of an async function in a wrapper
+                found = asyncio.run_coroutine_threadsafe(awaited(found), self._loop).result()
+            self.inbox.put(Ended(episode, found))
         except BaseException as error:  # SystemExit too: it ends the episode, not the run
             self.inbox.put(Ended(episode, error=error))
 

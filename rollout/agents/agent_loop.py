@@ -24,6 +24,7 @@ from rollout.agents.wire_replies import CONTEXT
 from rollout.continuation import BegunTurn, Tokens, continued
 from rollout.engine import Completion
 from rollout.environments.environment import MAX_REWARD
+from rollout.environments.environment_host import copied
 from rollout.environments.episode import Episode, EpisodeLimits, EpisodeRow, EpisodeStart, Turn
 from rollout.environments.held_episodes import Decoding, Plan
 from rollout.prompts.image_processing import batch_of
@@ -43,10 +44,11 @@ def episode_over() -> Refused:
 @dataclass
 class AgentEpisode(Episode):
     """The record of an episode, with the reason of each of its rows, see `rollout.agents.conversations.REASONS`. If it continues
-    later, ``repeated`` is what was sampled so far, in the order of its requests.
+    later, ``repeated`` is what was sampled so far, in the order of its requests. ``cut_rows``: those whose last reply has no end.
     """
 
     new_rows: list[str] = field(default_factory=list)
+    cut_rows: list[bool] = field(default_factory=list)
     scored: bool = True  # False: the agent returned no reward
 
 
@@ -72,11 +74,15 @@ class AgentPlan(Plan):
 
 def agent_columns(data: DataProto, episodes: Sequence[AgentEpisode]) -> None:
     """Adds columns of the rows of agents' episodes: ``new_row``, the reason of each row, see
-    `rollout.agents.conversations.REASONS`, and ``agent_scored``, whether the agent returned a reward.
+    `rollout.agents.conversations.REASONS`, and ``agent_scored``, whether the agent returned a reward. Rows whose last reply was
+    cut are ``truncated`` too.
     """
-    rows = [(reason, episode.scored) for episode in episodes for reason in episode.new_rows or [""]]
-    data["new_row"] = object_array([reason for reason, _ in rows])
-    data["agent_scored"] = torch.tensor([scored for _, scored in rows], dtype=torch.bool)
+    rows = [
+        (*row, each.scored) for each in episodes for row in list(zip(each.new_rows, each.cut_rows)) or [("", False)]
+    ]
+    data["new_row"] = object_array([reason for reason, _, _ in rows])
+    data["truncated"] |= torch.tensor([cut for _, cut, _ in rows], dtype=torch.bool)
+    data["agent_scored"] = torch.tensor([scored for _, _, scored in rows], dtype=torch.bool)
 
 
 class _Live:
@@ -115,7 +121,7 @@ class _Live:
 
     def give(self, value: Any) -> None:
         """Adds a reward to the last turn. Raises `ValueError` if it is no finite number, or there is no turn."""
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not abs(float(value)) <= MAX_REWARD:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not abs(value) <= MAX_REWARD:
             raise ValueError(f"the agent gave the reward {value!r}, not a finite number of float32")
         if self.last is None:
             raise ValueError("the agent gave a reward before a request was answered")
@@ -123,11 +129,12 @@ class _Live:
 
     def record(self) -> AgentEpisode:
         """The episode as it is put into rows, those whose last turn came last after the others; without rows if it goes on."""
-        rows, turns, reasons = list[EpisodeRow](), list[Turn](), list[str]()
+        rows, turns, reasons, cut = list[EpisodeRow](), list[Turn](), list[str](), list[bool]()
         for row in sorted(self.talk.rows if self.ended else (), key=lambda row: row.turns[-1].id):
             begins, ends = row.turns[0].request, row.turns[-1].request
             rows.append(EpisodeRow(len(turns), begins, ends, experts=row.experts))
             reasons.append(row.reason)
+            cut.append(row.turns[-1].ends == "length")
             for turn, following in zip(row.turns, [*row.turns[1:], None], strict=True):
                 assert turn.tokens is not None
                 shown = None if following is None else following.rendered
@@ -135,7 +142,7 @@ class _Live:
                 turns.append(Turn(ids, log_probs, self.rewards.get(turn.id, 0.0), shown, versions, turn.state))
         told: dict[str, Any] = {"ended": self.ended, "message": self.message, "info": self.info}
         told |= {"scored": self.scored, "repeated": [] if self.ended else self.begun}
-        return AgentEpisode(self.start, turns=turns, rows=rows, new_rows=reasons, **told)
+        return AgentEpisode(self.start, turns=turns, rows=rows, new_rows=reasons, cut_rows=cut, **told)
 
 
 class AgentRun:
@@ -249,7 +256,7 @@ class AgentRun:
             self._begin(live)
 
     def _begin(self, live: _Live) -> None:
-        live.key, row = self.endpoint.open(live.number), live.start.row
+        live.key, row = self.endpoint.open(live.number), copied(live.start.row, {})
         messages, tools = task_messages(row["raw_prompt"]), [dict(tool) for tool in read_tools(row.get("tools"))]
         given = messages, tools, row, live.start.environment_seed
 
@@ -296,7 +303,8 @@ class AgentRun:
         sampling, top = self.decoding.sampling, ask.top_log_probs or 0
         stop = tuple(dict.fromkeys((*sampling.stop, *ask.stops)))
         try:
-            used = max(len(first.input_ids) - len(live.talk.rows[0].turns[0].request.input_ids), 0)
+            row = turns[0].row if turns[0].row.reason == "conversation" else live.talk.rows[0]
+            used = max(len(first.input_ids) - len(row.turns[0].request.input_ids), 0)
             if limits.room(used) < 1:
                 raise InvalidPrompt(f"the row has {used} tokens after its prompt, at most {limits.tokens} are allowed")
             most = int(min(sampling.max_tokens, limits.room(used), ask.max_tokens or math.inf))
@@ -468,7 +476,8 @@ class AgentRun:
         for turn in [*live.in_flight.values(), *live.stopped]:
             self._abort(live, turn)
         live.stopped.clear()
-        for turn in [turn for turn in live.talk.turns if turn.reply is None]:
+        for turn in [turn for turn in live.talk.turns if any(each.reply is None for each in turn.together)]:
+            self._abort(live, turn)
             live.talk.drop(turn)
 
     def _refuse_waiting(self, live: _Live) -> None:
@@ -495,7 +504,7 @@ def tells_of(error: BaseException, refusal: Refused) -> bool:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        text = str(each)
+        text = describe(each)
         if str(refusal) in text or refusal.code in text or "Bad Request" in text:  # clients that do not read the body
             return True
         waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]

@@ -121,7 +121,7 @@ class Conversations:
         self._first: list[AgentTurn] = []  # that follow no reply of ours
         self._name = blake2b(start.trajectory.encode(), digest_size=4).hexdigest()
         self._opened = 0
-        self._asked: Counter[str] = Counter()
+        self._asked: Counter[tuple[str, int | None]] = Counter()
 
     @property
     def turns(self) -> Iterator[AgentTurn]:
@@ -197,9 +197,9 @@ class Conversations:
 
     def _seed(self, ask: Ask) -> int:
         """Of a sample's random stream: that of the history, whichever of several requests comes first."""
-        history = _digest((*(message.digest for message in ask.messages), ask.tools_key.encode()))
-        number = self._asked[history]
-        self._asked[history] += 1
+        history = _digest((*(message.digest for message in ask.messages), (ask.tools_key + ask.begins).encode()))
+        number = self._asked[history, ask.seed]
+        self._asked[history, ask.seed] += 1
         return derive_seed(self.start.seed, history, number, *(() if ask.seed is None else (ask.seed,)))
 
     # What a history continues
@@ -255,7 +255,8 @@ class Conversations:
             end = covered + len(turn.new)
             if turn.reply is None or ask.messages[covered:end] != turn.new or end >= len(ask.messages):
                 continue
-            if (said := ask.messages[end]).role == "assistant":
+            said, known = ask.messages[end], (each.reply for each in self.turns if each.reply is not None)
+            if said.role == "assistant" and not any(reply.is_sent_back_as(said) for reply in known):
                 begun = (said.text.removeprefix(text) for text in turn.reply.said if said.text.startswith(text))
                 added = any(rest.lstrip().startswith(TEXT_CLIENTS) for rest in begun)
                 return "client_text" if added else "reply"

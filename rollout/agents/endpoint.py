@@ -133,7 +133,7 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": [model], **page})
 
     def _answer_by(self, wire: Wire) -> Any:
-        from starlette.responses import JSONResponse, StreamingResponse
+        from starlette.responses import JSONResponse, Response, StreamingResponse
 
         async def answer(request: Any) -> Any:
             try:
@@ -145,7 +145,7 @@ class Endpoint:
             if ask.stream:
                 events = (event.encode() for event in wire.events(ask, replies))
                 return StreamingResponse(events, media_type="text/event-stream")
-            return JSONResponse(wire.body(ask, replies))
+            return Response(json.dumps(wire.body(ask, replies)), media_type="application/json")
 
         return answer
 
@@ -160,7 +160,10 @@ class Endpoint:
             raise Refused(f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise Refused("the body is not an object")
-        ask = wire.read(body)
+        try:
+            ask = wire.read(body)
+        except (TypeError, UnicodeError) as error:
+            raise Refused(f"a field of the body is of another type than it should be: {error}") from error
         digest = blake2b(path.encode() + content, digest_size=16).digest()
         count = headers.get("x-stainless-retry-count", "0")
         earlier = door.asked.get(digest) if count.isdigit() and int(count) > 0 else None

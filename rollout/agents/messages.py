@@ -284,7 +284,8 @@ def read_reply(reply_id: str, text: str, ask: Ask, finish: Finish, **facts: Any)
     >>> reply.thoughts, reply.text, reply.calls, reply.finish
     ('hm', 'Hi.', (Call(name='f', arguments='{}', id='call_7_00'),), 'calls')
     """
-    cut, stop = min(((place, stop) for stop in ask.stop if (place := text.find(stop)) >= 0), default=(len(text), None))
+    begun = len(ask.begins)
+    cut, stop = min(((at, stop) for stop in ask.stop if (at := text.find(stop, begun)) >= 0), default=(len(text), None))
     sent = text[:cut]
     before, ended, answer = sent.rpartition(THOUGHTS[1])
     thoughts = before.strip().removeprefix(THOUGHTS[0]).strip() if ended else ""
@@ -294,7 +295,9 @@ def read_reply(reply_id: str, text: str, ask: Ask, finish: Finish, **facts: Any)
             found = [_read_call(each) for each in CALLS.findall(answer)]
         except (ValueError, RecursionError):
             found = []
-        if found:
+        if found and not any(
+            "INVALID_JSON" in arguments for _, arguments in found
+        ):  # which clients write, see `canonical`
             content = CALLS.sub("", answer)
             calls = [
                 Call(name, canonical(arguments), f"call_{reply_id}_{number:02d}")

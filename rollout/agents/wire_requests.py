@@ -134,6 +134,8 @@ def _joined(answer: Mapping[str, Any]) -> list[Message]:
 def read_messages(body: Mapping[str, Any]) -> Ask:
     """A body of Anthropic's /v1/messages. Raises `Refused`."""
     _check_fields(body, _MESSAGES)
+    output = {f"output_config.{name}": each for name, each in (body.get("output_config") or {}).items()}
+    _check_fields(output, ["output_config.effort"])
     system = tuple(_parts(body.get("system"), "system"))
     messages = [Message("system", system)] if system else []
     for place, each in enumerate(_list(body, "messages")):
@@ -143,6 +145,8 @@ def read_messages(body: Mapping[str, Any]) -> Ask:
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
         messages += _block_messages(role, blocks, f"{name}.content")
+    if messages[-1].role == "assistant":
+        raise Refused("messages: the last one is the assistant's, and an answer cannot be continued", "messages")
     choice = _mapping(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
     kinds: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": {"name": choice.get("name")}}
     if choice.get("type") not in kinds:

@@ -83,7 +83,7 @@ class _Running:
     closed: bool = False
 
 
-def _copied(value: Any, pictures: dict[int, Image.Image]) -> Any:
+def copied(value: Any, pictures: dict[int, Image.Image]) -> Any:
     """A copy that an environment may change: the row of a prompt is that of all its samples.
 
     Mappings, sequences, sets, arrays, tensors and pictures are copied, other objects are not.
@@ -98,16 +98,16 @@ def _copied(value: Any, pictures: dict[int, Image.Image]) -> Any:
                 pictures[id(value)] = decoded(value).copy()
         return pictures[id(value)]
     if isinstance(value, Mapping):
-        return {name: _copied(each, pictures) for name, each in value.items()}
+        return {name: copied(each, pictures) for name, each in value.items()}
     if isinstance(value, tuple):
-        parts = [_copied(part, pictures) for part in value]
+        parts = [copied(part, pictures) for part in value]
         return value._make(parts) if hasattr(value, "_make") else tuple(parts)
     if isinstance(value, list):
-        return [_copied(each, pictures) for each in value]
+        return [copied(each, pictures) for each in value]
     if isinstance(value, np.ndarray) and value.dtype == object:
         objects = np.empty(value.shape, dtype=object)
         for place, part in np.ndenumerate(value):
-            objects[place] = _copied(part, pictures)
+            objects[place] = copied(part, pictures)
         return objects
     if isinstance(value, Tensor):
         return value.clone()
@@ -276,7 +276,7 @@ class EnvironmentHost:
                         break
                 if method == "reset":  # here, next to the other environments and the engine
                     row, seed = arguments
-                    arguments = _copied(row, {}), seed
+                    arguments = copied(row, {}), seed
                 answer: Outcome = check_observation(
                     self._result(getattr(running.environment, method)(*arguments), running), method
                 )

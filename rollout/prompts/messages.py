@@ -23,7 +23,7 @@ MARKERS = re.compile("(" + "|".join(f"<{kind}>" for kind in MEDIA) + ")")
 _SPEAKERS = ("user", "assistant")  # whose messages say something
 _WORDLESS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # instead of content
 _KINDS = {name: kind for kind in MEDIA for name in (kind, f"{kind}_url")} | {"input_audio": "audio"}
-_PAYLOADS = ("bytes", "array", *_KINDS, "url", "path")
+_PAYLOADS = ("bytes", "array", *_KINDS, "data", "base64", "url", "path")
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def read_conversation(messages: Any, media: Mapping[str, Iterable[Any]] | None =
             frames = f"; the {len(own)} frames of one video are a list in the list: [[frame, ...]]"
             raise InvalidPrompt(
                 f"{marked} {kind} markers in the prompt, but {len(own)} {kind}s: write '<{kind}>' once for each, where it "
-                'belongs (to write it literally, use a text part: {"type": "text", "text": ...})'
-                + (frames if kind == "video" and marked == 1 else "")
+                'belongs (to write it literally, use a text part: {"type": "text", "text": ...}), '
+                "or leave out the column if the parts have them" + (frames if kind == "video" and marked == 1 else "")
             )
     queues = {kind: iter(own) for kind, own in given.items()}
     return Conversation(typed, [next(queues[kind]) if payload is None else payload for kind, payload in found])
@@ -249,6 +249,8 @@ def _message_head(message: Any) -> dict[str, Any]:
     role = message["role"]
     if message.get("content") is None and role in _SPEAKERS and not any(_has(message, name) for name in _WORDLESS):
         raise InvalidPrompt(f"a message of the {role} has no content (null)")
+    if held := [name for name in MEDIA.values() if _has(message, name)]:
+        raise InvalidPrompt(f"'{held[0]}' of a message are not read: use typed parts, or that column of the row")
     head = {name: value for name, value in message.items() if name != "content" and value is not None}
     if "tool_calls" in head:
         if isinstance(head["tool_calls"], str) or not isinstance(head["tool_calls"], (Sequence, np.ndarray)):

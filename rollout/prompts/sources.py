@@ -25,7 +25,9 @@ Root = str | os.PathLike[str] | None
 _BARE_BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR|ZkxhQ|T2dnU|SUQz)[A-Za-z0-9+/]{40}")
 """The base64 of a PNG, JPEG, GIF, WebP, WAV, FLAC, OGG or MP3 without the head of a data URI: 40 characters without a dot end no
 path."""
-_PAYLOADS = ("bytes", "image", "image_url", "array", "audio", "audio_url", "input_audio", "data", "url", "path")
+_BASE64 = ("data", "base64")
+_PAYLOADS = ("bytes", "image", "image_url", "array", "audio", "audio_url", "input_audio", *_BASE64, "url", "path")
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width", "nframes")
 
 
 def media_list(media: Any) -> list[Any]:
@@ -49,13 +51,22 @@ def is_sampled(source: Any) -> bool:
     return isinstance(array, np.ndarray) and array.ndim > 0 and array.dtype.kind in "fiu"
 
 
+def check_sizes(source: Mapping[str, Any], kind: str) -> None:
+    """Raises `InvalidMedia` for a mapping that asks for a size of its own, as Qwen's do, where no medium is resized by it."""
+    if sizes := [name for name in _SIZES if source.get(name) is not None]:
+        raise InvalidMedia(
+            f"{kind} has its own {', '.join(sizes)}, which are not read here: resize it, or set --max-pixels"
+        )
+
+
 def unwrapped(source: Any, kind: str) -> Any:
     """The payload of a mapping: its first value that is not None (parquet fills absent keys with None). Raises `InvalidMedia`."""
     while isinstance(source, Mapping):
         name = next((name for name in _PAYLOADS if source.get(name) is not None), None)
         if name is None:
             raise InvalidMedia(f"{kind} {described(source)} contains neither bytes nor a path")
-        bare = name == "data" and isinstance(source[name], str) and not source[name].startswith("data:")
+        check_sizes(source, kind)
+        bare = name in _BASE64 and isinstance(source[name], str) and not source[name].startswith("data:")
         source = f"data:;base64,{source[name]}" if bare else source[name]
     if source is None or (isinstance(source, str) and not source.strip()):
         raise InvalidMedia(f"the {kind} is missing ({source!r})")

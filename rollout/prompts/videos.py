@@ -21,7 +21,7 @@ from dataproto.vlm.prompt_layout import frame_seconds
 from rollout.continuation import joined_media
 from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import load_image
-from rollout.prompts.sources import Root, sought_in
+from rollout.prompts.sources import Root, check_sizes, sought_in
 
 DEFAULT_FPS = 2.0  # of frames without metadata, as in qwen_vl_utils
 DECODER_MERGE_SIZE = 2  # patches along each side of a feature, as qwen_vl_utils assumes
@@ -130,6 +130,7 @@ def read_video(source: Any, root: Root = None, patch_size: int = 14) -> tuple[np
     if isinstance(source, (str, os.PathLike)):
         frames, metadata = _decode(source, root, options, patch_size)
     else:
+        check_sizes(options, "a video of given frames")
         frames = _stack(source, root)
     described = {
         "fps": float(options.get("sample_fps", options.get("fps", DEFAULT_FPS))),

@@ -5,17 +5,19 @@ import re
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import httpx
 import numpy as np
 import pytest
-from openai import APIStatusError, OpenAI
+from openai import APIStatusError, APITimeoutError, OpenAI
 
 from dataproto.errors import InvalidConfig, NonFiniteLogits
 from helpers.agents import ScriptedEngine, run, starts, tool_renderer
 from helpers.episodes import picture
 from rollout.agents import CommandAgent
 from rollout.agents.agent_loop import AgentPlan
+from rollout.agents.messages import Ask, read_reply
 from rollout.engine import Completion, SamplingParams
 from rollout.environments import EpisodeLimits, EpisodeStart
 from rollout.environments.episode_rows import episode_columns
@@ -77,6 +79,27 @@ def returns_nan(task):
     return {"score": float("nan")}
 
 
+def returns_more_than_floats_hold(task):
+    ask(task)
+    return 10**400
+
+
+async def cancels_its_own(task):
+    await asyncio.to_thread(ask, task)
+    waiting = asyncio.create_task(asyncio.sleep(1000))
+    waiting.cancel()
+    await waiting
+
+
+async def has_a_bug_in_a_group(task):
+    async def looks():
+        await asyncio.to_thread(ask, task)
+        raise KeyError("no tool zoom")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(looks())
+
+
 def floods(task):
     for number in range(100):
         ask(task, str(number))
@@ -114,6 +137,9 @@ def has_a_bug_after_a_limit(task):
         (rewards_nothing_yet, "invalid", "a reward before a request was answered"),
         (returns_text, "invalid", "the reward '1.0', not a finite number"),
         (returns_nan, "invalid", "the reward nan, not a finite number"),
+        (returns_more_than_floats_hold, "invalid", "not a finite number"),
+        (cancels_its_own, "error", "its task was cancelled"),
+        (has_a_bug_in_a_group, "error", r"KeyError: 'no tool zoom' \(.*, in looks"),
         (floods, "turns", "^$"),
         (floods_in_a_wrapper, "turns", "^$"),
         (floods_without_reading_errors, "turns", "^$"),
@@ -127,6 +153,110 @@ def test_a_fault_ends_its_episode_with_a_named_reason(renderer, agent, reason, m
     assert re.search(message, episode.message)
     if reason == "turns":
         assert len(episode.turns) == 4
+
+
+def test_a_wrapper_of_an_async_agent_is_one(renderer):
+    async def agent(task):
+        await asyncio.to_thread(ask, task)
+        return 0.5
+
+    (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), lambda task: agent(task))
+    assert (episode.ended, episode.turns[-1].reward) == ("done", 0.5)
+
+
+def test_agents_may_change_what_they_get(renderer):
+    seen = []
+
+    def agent(task):
+        seen.append((len(task.messages), len(task.row["raw_prompt"]), task.tools[0]["function"].get("description")))
+        task.row["raw_prompt"].append({"role": "user", "content": "Think first."})
+        task.tools[0]["function"]["description"] = "mine"
+        ask(task)
+        return 1.0
+
+    begun, rows = starts(2), starts(1)[0].row | {"tools": [{"type": "function", "function": {"name": "look"}}]}
+    begun = [replace(start, row=rows) for start in begun]
+    AgentPlan(agent, EpisodeLimits(turns=2)).play(
+        ScriptedEngine(renderer, "ok"), renderer, begun, SamplingParams(max_tokens=20)
+    )
+    assert seen == [(1, 1, None)] * 2
+    assert len(rows["raw_prompt"]) == 1
+
+
+def test_the_limit_of_tokens_is_that_of_each_conversation(renderer):
+    def agent(task):
+        ask(task)
+        ask(task, "long " * 60)  # another conversation
+        messages = [{"role": "user", "content": "long " * 60}]
+        for _ in range(30):
+            with (
+                suppress(APIStatusError),
+                OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client,
+            ):
+                said = client.chat.completions.create(model=task.model, messages=messages).choices[0].message
+                messages += [said, {"role": "user", "content": "long " * 10}]
+        return 1.0
+
+    limits = EpisodeLimits(turns=40, tokens=100)
+    (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), agent, limits=limits)
+    lengths = [len(row.ends.input_ids) - len(row.begins.input_ids) for row in episode.rows]
+    assert len(lengths) >= 2
+    assert max(lengths) <= 100
+
+
+def test_rows_whose_last_reply_is_cut_are_truncated(renderer):
+    def agent(task):
+        ask(task)
+        return 1.0
+
+    plan, prompts = AgentPlan(agent, EpisodeLimits(turns=2)), [{"prompt": "Which colour is it?", "uid": "u"}]
+    for most, cut in ((1, True), (20, False)):
+        engine = ScriptedEngine(renderer, "ok")
+        episodes = plan.play(engine, renderer, starts(1), SamplingParams(max_tokens=most))
+        data = episode_columns(renderer.builder(prompts), episodes, renderer, most)
+        plan.add_columns(data, episodes)
+        assert data["truncated"].tolist() == [cut]
+
+
+def test_a_request_that_is_not_answered_whole_is_dropped_whole(renderer):
+    class Slow(ScriptedEngine):
+        """Answers the second of two samples never."""
+
+        def poll(self):
+            held = self.waiting.pop(2, None)
+            time.sleep(0.02)
+            found = super().poll()
+            self.waiting |= {} if held is None else {2: held}
+            return found
+
+    def agent(task):
+        ask(task)
+        with suppress(APITimeoutError):
+            ask(task, "again", n=2, timeout=1.0)
+        return 1.0
+
+    (episode,) = run(renderer, Slow(renderer, "ok"), agent)
+    assert [turn.reward for turn in episode.turns] == [1.0]
+
+
+def test_turns_that_were_left_out_are_told_as_such(renderer):
+    def agent(task):
+        messages = [{"role": "user", "content": "Go."}]
+        with OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            for _ in range(2):
+                said = client.chat.completions.create(model=task.model, messages=messages).choices[0].message
+                messages += [said, {"role": "user", "content": "again"}]
+            client.chat.completions.create(model=task.model, messages=[messages[0], *messages[-2:]])
+        return 1.0
+
+    (episode,) = run(renderer, ScriptedEngine(renderer, "a", "bb", "ccc"), agent)
+    assert episode.new_rows == ["", "history"]
+
+
+def test_stops_are_looked_for_after_what_a_call_begins_with():
+    ask = Ask((), ({"type": "function", "function": {"name": "look"}},), choice="required", stop=("\n",))
+    reply = read_reply("7", f'{ask.begins}{{"name": "look"}}</tool_call>', ask, "stop")
+    assert [call.name for call in reply.calls] == ["look"]
 
 
 def test_faults_end_no_other_episode(renderer):

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from helpers.agents import LOOK, ScriptedEngine, run, tool_renderer
 from helpers.episodes import picture
+from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
@@ -219,6 +220,12 @@ def test_errors_have_the_shape_of_their_wire_and_name_the_field(renderer):
         async with AsyncAnthropic(base_url=task.server_url, api_key=task.api_key, max_retries=0) as client:
             with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].role"):
                 await client.messages.create(model="m", max_tokens=5, messages=[{"role": "critic", "content": "x"}])
+            with pytest.raises(anthropic.BadRequestError, match=r"output_config.format: this field is not supported"):
+                said, form = [{"role": "user", "content": "x"}], {"format": {"type": "json_schema", "schema": {}}}
+                await client.messages.create(model="m", max_tokens=5, messages=said, output_config=form)
+            with pytest.raises(anthropic.BadRequestError, match="an answer cannot be continued"):
+                begun = [*said, {"role": "assistant", "content": "{"}]
+                await client.messages.create(model="m", max_tokens=5, messages=begun)
             known = {"anthropic-beta": "some-2030-01-01", "anthropic-version": "2030-01-01"}
             said = [{"role": "user", "content": "x"}]
             await client.messages.create(model="m", max_tokens=128000, messages=said, extra_headers=known, timeout=9)
@@ -227,6 +234,59 @@ def test_errors_have_the_shape_of_their_wire_and_name_the_field(renderer):
     (episode,) = run(renderer, ScriptedEngine(renderer, "ok", most=300), agent)
     assert (episode.ended, episode.message) == ("done", "")
     assert found == {"openai": "logit_bias", "context": "context_length_exceeded"}
+
+
+@pytest.mark.parametrize("field", [{"tools": 5}, {"messages": [{"role": "user", "content": "x", "tool_calls": 5}]}])
+def test_a_field_of_another_type_is_an_error_of_the_client(renderer, field):
+    def agent(task):
+        body = {"model": "m", "messages": task.messages, **field}
+        reply = httpx.post(
+            f"{task.base_url}/chat/completions", json=body, headers={"authorization": f"Bearer {task.api_key}"}
+        )
+        assert reply.status_code == 400
+        assert "another type" in reply.json()["error"]["message"]
+        with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            client.chat.completions.create(model="m", messages=task.messages)
+        return 1
+
+    (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), agent)
+    assert (episode.ended, episode.message) == ("done", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "calls"), [('{"a": NaN}', 1), ('{"a": "\\ud83d"}', 1), ('{"INVALID_JSON": "{"}', 0)]
+)
+def test_any_call_of_the_policy_is_answered(renderer, arguments, calls):
+    tools = [{"name": "look", "input_schema": {"type": "object", "properties": {}}}]
+    said = f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
+
+    def agent(task):
+        body = {"model": "m", "max_tokens": 200, "messages": task.messages, "tools": tools}
+        reply = httpx.post(f"{task.server_url}/v1/messages", json=body, headers={"x-api-key": task.api_key})
+        assert reply.status_code == 200
+        assert sum(block["type"] == "tool_use" for block in reply.json()["content"]) == calls
+        return 1
+
+    (episode,) = run(renderer, ScriptedEngine(renderer, said), agent, sampling=SamplingParams(max_tokens=200))
+    assert (episode.ended, episode.message) == ("done", "")
+
+
+def test_seeds_of_requests_decide_whichever_comes_first(renderer):
+    found = []
+    for order in ([1, 2, 1], [2, 1, 1]):
+
+        def agent(task, order=order):
+            with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+                for seed in order:
+                    client.chat.completions.create(model="m", messages=task.messages, seed=seed)
+            return 1
+
+        engine = ScriptedEngine(renderer, "ok")
+        run(renderer, engine, agent)
+        found.append([request.seed for request in engine.requests])
+    (one, two, again), other = found
+    assert other == [two, one, again]
+    assert len({one, two, again}) == 3
 
 
 def test_a_repeated_body_gets_the_same_reply_only_if_it_is_a_retry(renderer):
