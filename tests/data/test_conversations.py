@@ -111,3 +111,9 @@ def test_a_value_that_is_no_medium_is_one_that_cannot_be_loaded(image):
     (given,) = media_list(image)
     with pytest.raises(InvalidPrompt, match="neither a PIL image, a path"):
         load_image(given)
+
+
+def test_media_of_a_message_itself_are_refused():
+    with pytest.raises(InvalidPrompt, match="'images' of a message are not read: use typed parts"):
+        read_conversation([{"role": "user", "content": "q", "images": ["a.png"]}])
+    assert read_conversation([{"role": "user", "content": "q", "images": []}]).media == []

@@ -10,6 +10,8 @@ from PIL import ExifTags, Image, ImageFile
 from dataproto.errors import InvalidMedia
 from rollout.prompts import images as media
 from rollout.prompts.images import check_whole, image_size, load_image
+from rollout.prompts.messages import read_conversation
+from rollout.prompts.videos import read_video
 
 
 def picture(width=6, height=4, seed=0):
@@ -258,3 +260,21 @@ def test_a_cut_file_is_told_by_its_end_without_decoding_whole_ones(kind, in_file
 def test_images_of_other_formats_and_open_ones_are_not_checked_for_their_end():
     check_whole(encoded(picture(60, 40), "BMP")[:500])
     check_whole(Image.open(io.BytesIO(encoded(picture(60, 40))[:500])))
+
+
+def test_sizes_that_a_row_asks_for_are_refused_where_they_are_not_read():
+    for size in ({"max_pixels": 3136}, {"resized_height": 56, "resized_width": 56}):
+        with pytest.raises(InvalidMedia, match=f"has its own {', '.join(size)}, which are not read here: resize it"):
+            load_image({"image": picture(), **size})
+    assert same(load_image({"image": picture(), "max_pixels": None}), picture())
+    frames = [picture(seed=seed) for seed in range(4)]
+    with pytest.raises(InvalidMedia, match="a video of given frames has its own nframes"):
+        read_video({"video": frames, "nframes": 2})
+    assert len(read_video({"video": frames, "fps": 2.0})[0]) == 4
+
+
+def test_parts_may_hold_base64_under_either_name():
+    data = base64.b64encode(encoded(picture())).decode()
+    parts = [{"type": "image", name: data} for name in ("base64", "data")]
+    chat = read_conversation([{"role": "user", "content": parts}])
+    assert all(same(load_image(medium), picture()) for medium in chat.media)

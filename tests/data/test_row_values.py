@@ -307,3 +307,10 @@ def test_an_empty_question_is_refused_unless_it_has_a_picture():
                 read({"messages": messages}, 4)
             assert read({"messages": messages, "images": ["a.png"]}, 4)["images"] == ["a.png"]
     assert read_row({"problem": "", "answer": "3", "images": ["a.png"]}, 4)["images"] == ["a.png"]
+
+
+@pytest.mark.parametrize("none", [[], None, "", "[]"])
+def test_an_empty_column_of_images_leaves_the_picture_next_to_it(none):
+    image = drawing(0)
+    row = read_row({"problem": "How many?", "images": none, "image": image, "answer": 1}, 0, "x")
+    assert row["images"] == [image]
