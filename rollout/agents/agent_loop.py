@@ -121,7 +121,8 @@ class _Live:
 
     def give(self, value: Any) -> None:
         """Adds a reward to the last turn. Raises `ValueError` if it is no finite number, or there is no turn."""
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not abs(value) <= MAX_REWARD:
+        number: Any = value  # mypy compares no `numbers.Real`
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not abs(number) <= MAX_REWARD:
             raise ValueError(f"the agent gave the reward {value!r}, not a finite number of float32")
         if self.last is None:
             raise ValueError("the agent gave a reward before a request was answered")
