@@ -20,15 +20,6 @@ from dataproto_server.refusals import InvalidRequest, NotFound, Refused
 from dataproto_server.routes.gate import Answer, Call
 from dataproto_server.routes.training_routes import identity_of
 
-FLAGS = {
-    "pjwt_auth_enabled": False,
-    "parallel_fwdbwd_chunks": True,
-    "proto_compress_fwdbwd": False,
-    "sample_use_retrieve_futures": False,
-    "custom_loss_server_side": False,
-    "sample_join_sampling_session": True,
-}
-DYNAMIC_FLAGS = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 TESTED_SDK = "0.38.0"
 
 
@@ -37,11 +28,18 @@ async def healthz(call: Call) -> Answer:
 
 
 async def client_config(call: Call) -> Answer:
-    return FLAGS
+    return {
+        "pjwt_auth_enabled": False,
+        "parallel_fwdbwd_chunks": True,
+        "proto_compress_fwdbwd": False,
+        "sample_use_retrieve_futures": False,
+        "custom_loss_server_side": False,
+        "sample_join_sampling_session": True,
+    }
 
 
 async def dynamic_config(call: Call) -> Answer:
-    return DYNAMIC_FLAGS
+    return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
 
 async def telemetry(call: Call) -> Answer:
