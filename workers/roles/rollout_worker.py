@@ -193,10 +193,7 @@ class RolloutWorker:
                         f"the engine {self.config.engine!r} has named no experts of its responses, which routing replay needs: "
                         "turn it off (--rollout.no-replay-routing)"
                     )
-            with self.ranks.fail_together():
-                own = sharding.postprocess_data(rollouts)
-                own.pop(non_tensor_batch_keys=[OCCURRENCE])
-                return own
+            return self._own_rows(rollouts, OCCURRENCE)
 
     @dispatch(split=split_prompts, join=join_rows)
     def play(
@@ -260,10 +257,7 @@ class RolloutWorker:
                 most = plan.limits.most_tokens(sampling.max_tokens)
                 rollouts = episode_columns(repeated, episodes, self.renderer, most, self._no_experts)
                 plan.add_columns(rollouts, episodes)
-            with self.ranks.fail_together():
-                own = sharding.postprocess_data(rollouts, HOLDER)
-                own.pop(non_tensor_batch_keys=[OCCURRENCE, HOLDER])
-                return own
+            return self._own_rows(rollouts, OCCURRENCE, HOLDER)
 
     @dispatch(split=split_groups, join=join_in_order)
     def advance(
@@ -309,10 +303,14 @@ class RolloutWorker:
                     rollouts = self._advance_responses(shared, sampling, groups, weight_version)
                 else:
                     rollouts = self._advance_episodes(shared, sampling, groups, weight_version, plan)
-            with self.ranks.fail_together():
-                own = sharding.postprocess_data(rollouts, HOLDER)
-                own.pop(non_tensor_batch_keys=[GROUP, HOLDER])
-                return own
+            return self._own_rows(rollouts, GROUP, HOLDER)
+
+    def _own_rows(self, rollouts: DataProto, *added: str) -> DataProto:
+        """This rank's rows of those that the engines generated, without the columns that were added for them."""
+        with self.ranks.fail_together():
+            own = self.sharding.postprocess_data(rollouts, HOLDER if HOLDER in added else None)
+            own.pop(non_tensor_batch_keys=list(added))
+            return own
 
     def _advance_responses(
         self, samples: DataProto, sampling: SamplingParams, groups: WholeGroups, weight_version: int
