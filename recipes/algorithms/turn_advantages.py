@@ -175,11 +175,11 @@ def bi_level_gae(
     ends, rewards = turns.at(turns.last, values), turns.rewards(token_level_rewards)
     _, targets = turns.gae(rewards, ends, turn_gamma, lam)
     kept = values.detach().float()[turns.sampled]
+    last = targets.new_zeros(len(kept)).index_put((turns.last,), targets)  # of each turn at its end, else 0
     place = torch.arange(len(kept), device=kept.device) - turns.first[turns.of]
     within = len(targets), int(place.max()) + 1 if len(place) else 0
     rewarded, valued, real = (
-        kept.new_zeros(within).index_put((turns.of, place), column)
-        for column in (turns.at_end(targets), kept, torch.ones_like(kept))
+        kept.new_zeros(within).index_put((turns.of, place), column) for column in (last, kept, torch.ones_like(kept))
     )
     advantages = torch.zeros_like(values, dtype=torch.float32)
     advantages[turns.sampled] = gae(rewarded, valued, real, gamma, lam)[0][turns.of, place]
@@ -235,10 +235,6 @@ class _Turns:
     def at(self, tokens: Tensor, values: Tensor) -> Tensor:
         """The values of these sampled tokens: (N,) of (B, R)."""
         return values.detach().float()[self.sampled][tokens]
-
-    def at_end(self, values: Tensor) -> Tensor:
-        """(N,) to (M,): the number of each turn at its last token, and 0 at its others."""
-        return values.new_zeros(len(self.of)).index_put((self.last,), values)
 
     def gae(self, rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
         """Advantages and returns (N,) of turns with these rewards and values (N,)."""
