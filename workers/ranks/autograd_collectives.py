@@ -92,15 +92,11 @@ def _all_to_all_rows(x: Tensor, sent: list[int], received: list[int], peers: Pee
     return _done(_c10d.all_to_all_single(x.contiguous(), received, sent, peers.name))
 
 
-def _own_part(x: Tensor, peers: Peers) -> Tensor:
-    return x.chunk(peers.size)[peers.rank]
-
-
 _COLLECTIVES = {
     "exchange": _all_to_all,
     "gather": all_gather_tensor,
     "sum and split": _reduce_scatter,
-    "own part": _own_part,
+    "own part": lambda x, peers: x.chunk(peers.size)[peers.rank],
 }
 
 

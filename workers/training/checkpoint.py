@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from dataproto.errors import WAY_OUT, CheckpointError, ending, raise_first, writing
 from dataproto.planning import split_by_size
@@ -366,7 +366,7 @@ class Saving:
         for name, value in _named_moments(module, optimizer.moments):
             state |= stored_parts(name, value)
         if in_background:
-            state = tree_map(_host_copy, state)
+            state = tree_map_only(Tensor, lambda value: value.detach().to("cpu", copy=True), state)
         self._write(lambda group: write_state(state, directory / "training", group), in_background)
 
     def _write(self, write: Callable[[ProcessGroup | None], None], in_background: bool) -> None:
@@ -413,10 +413,6 @@ def load_training_state(directory: Path, module: PackedVLM, optimizer: Optimizer
         reader.finish()
     set_model_state_dict(module, state["model"], options=TRAINED_ALONE)
     optimizer.restore(moments, state["steps"], state["skipped_steps"])
-
-
-def _host_copy(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _weights_and_counts(module: PackedVLM, optimizer: Optimizer) -> dict[str, Any]:
