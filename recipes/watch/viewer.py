@@ -70,19 +70,14 @@ def main(arguments: Sequence[str] | None = None, config: ViewConfig | None = Non
     """Parses the command line, serves until it is interrupted, and returns the exit status."""
     with exit_status(arguments, resumes=False) as status:
         config = config or parse(status.arguments)
-        with ViewerServer(check_run(config.run_dir), config.port) as server:
+        if not is_run(config.run_dir) and not runs_in(config.run_dir):
+            raise FileFormatError(f"{config.run_dir} is not the directory of a run, which would have a {CONFIG_FILE}")
+        with ViewerServer(config.run_dir, config.port) as server:
             print(f"{config.run_dir}: {server.url} (Ctrl-C ends)", flush=True)
             with contextlib.suppress(KeyboardInterrupt):
                 server.serve_forever()
         print()
     return status.code
-
-
-def check_run(directory: Path) -> Path:
-    """The directory, if a run has written there or into a folder of it; raises `FileFormatError` otherwise."""
-    if not is_run(directory) and not runs_in(directory):
-        raise FileFormatError(f"{directory} is not the directory of a run, which would have a {CONFIG_FILE}")
-    return directory
 
 
 def overview(directory: Path) -> dict[str, Any]:
