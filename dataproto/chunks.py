@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from dataproto.errors import InvalidChunk
 
-ImageFormat: TypeAlias = Literal["png", "jpeg"]
 _SIGNATURES: dict[str, bytes] = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}
 
 
@@ -47,7 +46,7 @@ class ImageChunk:
     """
 
     data: bytes = field(repr=False)
-    format: ImageFormat
+    format: Literal["png", "jpeg"]
     expected_tokens: int | None = None
     type: Literal["image"] = "image"
 

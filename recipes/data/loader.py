@@ -22,13 +22,11 @@ from rollout.prompts.prepared_rows import invalid_row
 
 WAY_OUT = "(--on-bad-row skip leaves such rows out)"
 
-Occurrence = tuple[int, int]
-"""Epoch, and place of the row."""
 Draw = tuple[str, int, Any]
 """Name of the occurrence, place of the row, and the raw row if rows cannot be looked up by place, else None."""
 
 
-def occurrences(rows: int, seed: int, shuffle: bool = True, start: int = 0) -> Iterator[Occurrence]:
+def occurrences(rows: int, seed: int, shuffle: bool = True, start: int = 0) -> Iterator[tuple[int, int]]:
     """Endless epochs from draw ``start`` on, each in another order if ``shuffle``.
 
     >>> from itertools import islice

@@ -5,7 +5,6 @@ Problem i is a function of (kind, seed, split, i) and of nothing else. The digit
 
 import ctypes
 import math
-from collections.abc import Callable
 from functools import cache
 from random import Random
 from typing import Any, Literal
@@ -61,8 +60,7 @@ def digit_problem(random: Random, split: Split) -> Problem:
 
 
 SoundLevel = Literal["notes", "clicks", "digits"]
-MakeProblem = Callable[[Random, Split], Problem]
-SOUNDS: dict[str, MakeProblem] = {"notes": note_problem, "clicks": click_problem, "digits": digit_problem}
+SOUNDS = {"notes": note_problem, "clicks": click_problem, "digits": digit_problem}
 
 
 def make_sound_problem(index: int, level: str, seed: int = 0, split: Split = "train") -> Problem:
