@@ -45,7 +45,6 @@ HELP = ("-h", "--help", "--help-all")
 IS_OPTION = re.compile("--[a-zA-Z]")
 PYTHON_NAME = re.compile(r"(?<![\w./'\"-])([a-z]+(?:[._][a-z]\w*)+(?![\w.]*=)|[a-z][\w.]*(?==\S))(=?)")
 """A name with an underscore or a dot in it, or before a value."""
-NAMES_OF_AN_ALGORITHM = ("algorithm.loss", "algorithm.advantage")
 TINY, ANY = "tiny", "any"
 """The presets that every recipe has: of the small model that it makes, and of a checkpoint of any size."""
 CONFIG = Option("config", (), str | None, None, "a YAML file with options, which those given here override")
@@ -186,7 +185,7 @@ def _recorded(run_dir: str, presets: Mapping[str, Recipe], given: Mapping[str, A
             f"{error}; a run of another command or version begins anew, from its weights: --model-path "
             f"{Path(run_dir, 'global_step_N', 'actor', 'huggingface')}"
         ) from error
-    moved = {name: given[name] for name in NAMES_OF_AN_ALGORITHM if name in given}
+    moved = {name: given[name] for name in ("algorithm.loss", "algorithm.advantage") if name in given}
     return built(_chosen_preset(presets, recorded), recorded | moved)
 
 

@@ -14,8 +14,6 @@ OTHER_NAMES: dict[str, str] = _TABLE["other_names"]
 ENDED: dict[str, str] = _TABLE["ended"]
 PEER_NAMES: dict[str, str] = {name: ours for ours, names in _TABLE["peers"].items() for name in names.split()}
 """Names of options in other libraries, each with that of the option here."""
-PREFIXES = ("actor_rollout_ref.", "worker.")
-"""What verl's and EasyR1's names begin with, and docs/moving.md leaves out."""
 
 
 def own_name(argument: str) -> str | None:
@@ -25,6 +23,6 @@ def own_name(argument: str) -> str | None:
     ('--optimizer.lr', '--algorithm.n', None)
     """
     name = argument.partition("=")[0].lstrip("-+").replace("-", "_").lower()
-    for prefix in PREFIXES:
+    for prefix in ("actor_rollout_ref.", "worker."):  # of verl's and EasyR1's names; docs/moving.md leaves it out
         name = name.removeprefix(prefix)
     return PEER_NAMES.get(name) or PEER_NAMES.get(f"{name.rpartition('.')[0]}.")

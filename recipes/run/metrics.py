@@ -18,7 +18,6 @@ from dataproto.packing import MAX_TOKENS
 from recipes.algorithms.advantages import informative_rows
 from recipes.watch.rollout_files import reward_parts
 
-CORE_METRICS = ("acc", "reward")
 PER_RESPONSE_TOKEN = ("gen",)
 PER_TOKEN = ("old_log_prob", "ref", "values", "reward", "adv", "update_critic", "update_actor")
 
@@ -225,7 +224,7 @@ def validation_metrics(
                 found[source, f"maj@{len(samples)}/mean", len(samples)].append(vote)
         for (source, statistic, count), each in found.items():
             of_all = statistic.removesuffix("/mean").endswith(f"@{count}")
-            section = "val-core" if name in CORE_METRICS and of_all else "val-aux"
+            section = "val-core" if name in ("acc", "reward") and of_all else "val-aux"
             metrics[f"{section}/{source}/{name}/{statistic}"] = math.fsum(each) / len(each)
     return metrics
 

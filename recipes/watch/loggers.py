@@ -40,7 +40,6 @@ JSONL = "jsonl"  # always written: the report, a resumed run and the summary rea
 
 
 TRACKER_IDS = "trackers.json"
-PROJECT = "dataproto"
 COLUMNS = ("key", "prompt", "response", "ground_truth", "reward", "accuracy")
 """Of a table of rollouts, before its images."""
 
@@ -98,7 +97,7 @@ class _RunOfPackage:
 
     def __init__(self, run: LoggedRun, package: ModuleType, identity: str, **options: Any) -> None:
         self.package, name = package, package.__name__
-        project = os.environ.get(f"{name.upper()}_PROJECT", PROJECT)
+        project = os.environ.get(f"{name.upper()}_PROJECT", "dataproto")
         self.run = package.init(project=project, **options)
         run.save_id(name, identity)
 
