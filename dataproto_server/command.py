@@ -154,7 +154,6 @@ def listening(host: str, port: int) -> socket.socket:
 
 BACKEND = "dataproto_server.engine:engine_from_json"
 """What makes the engine's backend."""
-MODELS_FILE = "models.json"
 TINY_NAMES = ("tiny", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct")
 """Names of the small model: its own, and two that the Tinker cookbook knows, so that its recipes run on it."""
 
@@ -238,7 +237,7 @@ def check_models(models: Mapping[str, str | None], state: Path) -> None:
     Raises:
         InvalidConfig: a name stood for another one before, whose adapters the state directory has.
     """
-    file = state / MODELS_FILE
+    file = state / "models.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     found = {name: checkpoint_digest(Path(path)) for name, path in models.items() if path is not None}
     for name, digest in found.items():

@@ -39,14 +39,13 @@ class CallFailed(DataProtoError):
 
 Result = TypeVar("Result")
 log = logging.getLogger("dataproto.serve")
-SERVER_ERRORS = (RankFailure, WorkerFailed)
 
 
 def failure_of(error: Exception) -> Failure:
     """What a client is told of an error. One of the server gets a number, under which the log has its traceback."""
     if isinstance(error, CallFailed):
         return error.failure
-    if isinstance(error, DataProtoError) and not isinstance(error, SERVER_ERRORS):
+    if isinstance(error, DataProtoError) and not isinstance(error, RankFailure | WorkerFailed):
         return Failure(str(error), "user")
     return server_failure(error)
 

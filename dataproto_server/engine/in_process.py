@@ -32,8 +32,6 @@ from rollout.adapters import Adapter, AdapterConfig
 from workers.model.model_config import AdamParams
 
 MOST_CHECKPOINTS = 2  # in memory
-CHECKPOINT_FILE = "config.json"
-"""In a snapshot with all weights of a model; one with an adapter has none."""
 Polled = dict[str, SampleResult | Failure]
 """Requests that have ended, by their ids."""
 
@@ -324,4 +322,4 @@ class InProcessEngine:
 
 def is_checkpoint(snapshot: Snapshot) -> bool:
     """Whether a snapshot has all weights of a model."""
-    return snapshot.directory is not None and (snapshot.directory / CHECKPOINT_FILE).exists()
+    return snapshot.directory is not None and (snapshot.directory / "config.json").exists()

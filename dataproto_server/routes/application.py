@@ -90,7 +90,6 @@ def application(service: Service) -> Starlette:
 
 
 KEEP_ALIVE_SECONDS = 75
-SHUTDOWN_SECONDS = 3
 SWITCH_SECONDS = 0.0005
 """For which the event loop may keep other threads waiting: a commit takes the interpreter's lock many times. Python has 5 ms."""
 
@@ -109,5 +108,5 @@ def main(arguments: Sequence[str], engine_socket: str, listener: int, parent_pip
         server_header=False,
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        timeout_graceful_shutdown=3,
     )

@@ -14,8 +14,6 @@ from dataproto_server.ledger.records import KINDS, Catalogue, Checkpoint, Run
 from dataproto_server.refusals import InvalidRequest, NotFound, Refused
 from dataproto_server.routes.gate import Answer, Call
 
-DOWNLOAD_SECONDS = 900
-
 
 def moment(seconds: float | None) -> str | None:
     """A time as the SDK reads it."""
@@ -142,7 +140,7 @@ async def external_weights_urls(call: Call) -> Answer:
     checkpoint = _checkpoint(call, own=False)
     if checkpoint.kind != "external_weights":
         raise InvalidRequest(f"{checkpoint.path} is no export: make one by save_weights_external")
-    expires = int(time.time()) + DOWNLOAD_SECONDS
+    expires = int(time.time()) + 900
     base = str(call.request.base_url).rstrip("/")
     urls = {}
     for path in sorted(call.service.catalogue.place(checkpoint.directory).iterdir()):

@@ -19,7 +19,6 @@ log = logging.getLogger("dataproto.serve.requests")
 Kind = TypeVar("Kind", bound=Body)
 ERROR_SECONDS = 5.0  # clients repeat a request at once after an error of the server
 LARGE_BODY = 1 << 18  # bytes
-UNREAD = 8  # times the limit: such a body is read to its end, so that its sender sees the refusal
 
 
 @dataclass
@@ -117,7 +116,7 @@ async def read_body(request: Request, most: int) -> bytes:
     body, received = bytearray(), 0
     async for part in request.stream():
         received += len(part)
-        if received > UNREAD * most:
+        if received > 8 * most:  # a smaller one is read to its end, so that its sender sees the refusal
             raise too_large
         if received <= most:
             body += part
