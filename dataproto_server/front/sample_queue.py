@@ -131,11 +131,6 @@ class Samples:
             self._start(self._post("abort", request_ids=[request]))
             self._start(self._send_due())
 
-    def cancel_session(self, session: str) -> None:
-        """Drops all requests of a session."""
-        for request in [name for name, each in self.flights.items() if each.session == session]:
-            self.cancel(request)
-
     def retire(self, directory: str) -> None:
         """Removes the directory of an adapter when no checkpoint, sampling session or request in flight needs it."""
         self._retired.add(directory)

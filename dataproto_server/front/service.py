@@ -97,7 +97,8 @@ class Lifecycle:
                 return
             gone = await self.catalogue.drop_samplers(its_own, change(session, state=state))
             session.state = state
-        self.samples.cancel_session(session.id)
+        for request in [name for name, each in self.samples.flights.items() if each.session == session.id]:
+            self.samples.cancel(request)
         for run in self.catalogue.runs.values():
             if run.session == session.id:
                 self.scheduler.end(run.id, "kept" if state == "expired" else "dropped")
