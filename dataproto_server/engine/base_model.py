@@ -43,11 +43,6 @@ class BaseModel:
         self.max_context_length = context_length(path, options)
         log.info("the model has been loaded in %.1f s", time.perf_counter() - began)
 
-    @property
-    def sampled_dtype(self) -> torch.dtype:
-        """In which adapters are sampled from: vLLM has them in the model's."""
-        return self.trainer.model.dtype if self.options.sampler == "vllm" else torch.float32
-
     def start(self) -> None:
         """Starts the engine that samples, unless it has been started."""
         self.sampler  # noqa: B018

@@ -202,7 +202,8 @@ class InProcessEngine:
         """
         model = self._model(model_id)
         model.check_finite(model_id)
-        model.export(directory, model.base.sampled_dtype if sampled else torch.float32, later)
+        in_vllm = sampled and model.base.options.sampler == "vllm"  # which has adapters in the model's dtype
+        model.export(directory, model.base.trainer.model.dtype if in_vllm else torch.float32, later)
 
     def release(self, model_id: str) -> None:
         """Forgets a model; an unknown one is no error."""

@@ -48,10 +48,6 @@ class Layout:
             return cls(shape, *np.divmod(keys, width + 1))
         return cls(shape, *np.divmod(np.arange(tokens * width), width))
 
-    @property
-    def is_sparse(self) -> bool:
-        return len(self.places) > 0 and int(self.columns[-1]) == math.prod(self.shape[1:])
-
     def values_of(self, given: "Array | SparseRows") -> Array:
         """An input at the targets, ``(M,)``; 0 where it lists none."""
         if not isinstance(given, SparseRows):
@@ -63,7 +59,7 @@ class Layout:
 
     def spread(self, values: Tensor) -> Tensor:
         """Values ``(M,)`` in the shape of the inputs."""
-        if not self.is_sparse:
+        if not len(self.places) or int(self.columns[-1]) != math.prod(self.shape[1:]):  # no input listed its targets
             return values.view(self.shape)
         listed = torch.from_numpy(self.columns < self.shape[1])
         spread = values[~listed][:, None].repeat(1, self.shape[1])
