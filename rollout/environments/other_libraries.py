@@ -70,9 +70,6 @@ class _GymnasiumEnvironment:
         return Image.fromarray(array).convert("RGB") if picture else str(seen)
 
 
-NO_TOOLS = ("reset", "get_reward")
-
-
 def from_trl(environment_factory: Callable[[], Any], parse: Parse = hermes_calls) -> MakeEnvironment:
     """Adapts an environment factory. An action that calls no tool ends the episode, with ``get_reward()`` as its reward if there
     is one.
@@ -92,7 +89,7 @@ def trl_tools(environment_factory: Callable[[], Any]) -> list[Tool]:
 def _methods(inner: Any) -> list[Tool]:
     """Public methods, listed on the class as in TRL: listing on the object would evaluate properties."""
     names = [name for name, _ in inspect.getmembers(type(inner), predicate=inspect.isfunction)]
-    return [getattr(inner, name) for name in names if name not in NO_TOOLS and not name.startswith("_")]
+    return [getattr(inner, name) for name in names if name not in ("reset", "get_reward") and not name.startswith("_")]
 
 
 class _TRLEnvironment(ToolEnvironment):

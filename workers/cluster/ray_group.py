@@ -41,7 +41,6 @@ from workers.ranks.dispatch_modes import (
 from workers.ranks.failures import REPORT_GRACE_S, Failure, grace_period
 from workers.training.mini_batches import split_scoring
 
-LOCALHOST = "127.0.0.1"
 PLACEMENT_TIMEOUT_S = 60  # for a cluster to reserve its resources
 MEDIA_SHARE = 0.25  # of the object store, for media that the calls of a step share
 
@@ -73,7 +72,7 @@ def running_ray(config: RayConfig, processes: int) -> Iterator[None]:
         options |= {
             "num_cpus": max(os.cpu_count() or 1, int(processes * config.cpus) + 1),
             "include_dashboard": False,
-            "_node_ip_address": LOCALHOST,
+            "_node_ip_address": "127.0.0.1",
         }
         if config.object_store_gib is not None:
             options["object_store_memory"] = int(config.object_store_gib * 2**30)
