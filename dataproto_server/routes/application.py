@@ -108,5 +108,5 @@ def main(arguments: Sequence[str], engine_socket: str, listener: int, parent_pip
         server_header=False,
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=3,
+        timeout_graceful_shutdown=3,  # seconds
     )

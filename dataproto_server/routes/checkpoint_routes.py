@@ -140,7 +140,7 @@ async def external_weights_urls(call: Call) -> Answer:
     checkpoint = _checkpoint(call, own=False)
     if checkpoint.kind != "external_weights":
         raise InvalidRequest(f"{checkpoint.path} is no export: make one by save_weights_external")
-    expires = int(time.time()) + 900
+    expires = int(time.time()) + 900  # seconds
     base = str(call.request.base_url).rstrip("/")
     urls = {}
     for path in sorted(call.service.catalogue.place(checkpoint.directory).iterdir()):
