@@ -443,7 +443,8 @@ def _of_hub(name: str) -> Iterator[Any]:
     from datasets import load_dataset_builder
 
     if not _HUB_NAME.fullmatch(name) or Path(name).suffix in READERS:
-        raise InvalidConfig(f"{name}: no such file or folder (a path names no split: leave out @ and what follows)")
+        hint = ": a path has no split after @, leave it out" if "@" in name else ""
+        raise InvalidConfig(f"{name}: no such file or folder{hint}")
     try:
         yield load_dataset_builder(name)
     except DataProtoError:

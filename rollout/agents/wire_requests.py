@@ -134,8 +134,8 @@ def _joined(answer: Mapping[str, Any]) -> list[Message]:
 def read_messages(body: Mapping[str, Any]) -> Ask:
     """A body of Anthropic's /v1/messages. Raises `Refused`."""
     _check_fields(body, _MESSAGES)
-    output = {f"output_config.{name}": each for name, each in (body.get("output_config") or {}).items()}
-    _check_fields(output, ["output_config.effort"])
+    output = _mapping(body.get("output_config") or {}, "output_config")
+    _check_fields({f"output_config.{name}": each for name, each in output.items()}, ["output_config.effort"])
     system = tuple(_parts(body.get("system"), "system"))
     messages = [Message("system", system)] if system else []
     for place, each in enumerate(_list(body, "messages")):

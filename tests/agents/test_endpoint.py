@@ -223,6 +223,8 @@ def test_errors_have_the_shape_of_their_wire_and_name_the_field(renderer):
             with pytest.raises(anthropic.BadRequestError, match=r"output_config.format: this field is not supported"):
                 said, form = [{"role": "user", "content": "x"}], {"format": {"type": "json_schema", "schema": {}}}
                 await client.messages.create(model="m", max_tokens=5, messages=said, output_config=form)
+            with pytest.raises(anthropic.BadRequestError, match="output_config: must be an object, not str"):
+                await client.messages.create(model="m", max_tokens=5, messages=said, extra_body={"output_config": "x"})
             with pytest.raises(anthropic.BadRequestError, match="an answer cannot be continued"):
                 begun = [*said, {"role": "assistant", "content": "{"}]
                 await client.messages.create(model="m", max_tokens=5, messages=begun)

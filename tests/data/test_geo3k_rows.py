@@ -131,7 +131,11 @@ def test_the_instruction_is_configurable(tmp_path):
 
 
 def test_loading_errors_are_one_line(tmp_path):
-    with pytest.raises(InvalidConfig, match=r"gone\.parquet: no such file or folder"):
+    with pytest.raises(
+        InvalidConfig, match=r"gone\.parquet@train: no such file or folder: a path has no split after @"
+    ):
+        load_rows(tmp_path / "gone.parquet@train")
+    with pytest.raises(InvalidConfig, match=r"gone\.parquet: no such file or folder$"):
         load_rows(tmp_path / "gone.parquet")
     with pytest.raises(InvalidConfig, match="no such file or folder"):
         load_rows("gone.parquet")
