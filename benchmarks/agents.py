@@ -17,8 +17,8 @@ transport that answers at once.
 
 ``rate`` plays such conversations, with larger pictures and replies of about ``--turn-tokens``, on a real engine in the same three
 ways, and prints the medians of tokens a second and their share of those of `EpisodePlan`. CHECKPOINT is one of
-``random_checkpoint.py``; by default a small model. An episode ends early where a reply finds no end. Give more conversations than
-the engine decodes at a time (``--options '{"max_num_seqs": 128}'``): else the longest episode decides.
+``random_checkpoint.py``; by default a small model. An episode ends early after a reply without an end. Give more
+conversations than the engine decodes at a time (``--options '{"max_num_seqs": 128}'``): else the longest episode decides.
 """
 
 import argparse
@@ -266,13 +266,12 @@ def rate(options: argparse.Namespace) -> None:
         path = options.model or str(make_tiny_model(Path(folder), 0, WALK.model, WALK.texts))
         engine = create_engine(options.engine, path, **json.loads(options.options))
         renderer = TurnRenderer(PromptBuilder.from_pretrained(path, 8192))
-    sampling, draw = SamplingParams(max_tokens=4 * options.turn_tokens), draw_tokens
+    sampling, sample = SamplingParams(max_tokens=4 * options.turn_tokens), draw_tokens
 
-    def ends(
-        probs: Any, numbers: Any
-    ) -> Any:  # one token in so many ends a reply; as a list of stops that would be slow
-        drawn = draw(probs, numbers)
-        return drawn.where(drawn % options.turn_tokens != 0, renderer.builder.end_ids[0])
+    def ends(probs: Any, numbers: Any) -> Any:
+        """Samples as the engine does, and ends a reply at one token in so many. A list of stop tokens would be slow in vLLM."""
+        sampled = sample(probs, numbers)
+        return sampled.where(sampled % options.turn_tokens != 0, renderer.builder.end_ids[0])
 
     starts = starts_of(options.conversations)
     plans = {

@@ -256,8 +256,8 @@ def not_hiding(error: BaseException | None) -> Iterator[None]:
 
 
 def describe(failure: BaseException, file: str | None = None) -> str:
-    """An exception in one line: type, message, and the last line of ``file`` that it passed, or else of any file; the first one
-    of a group.
+    """An exception in one line: type, message, and the last line of ``file`` that it passed, or else of any file.
+    Of a group of exceptions it is the first.
 
     >>> def half(x):
     ...     return x / 0

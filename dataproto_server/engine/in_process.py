@@ -322,5 +322,5 @@ class InProcessEngine:
 
 
 def is_checkpoint(snapshot: Snapshot) -> bool:
-    """Whether a snapshot has all weights of a model."""
+    """Whether a snapshot has all weights of a model. One with an adapter has no ``config.json``."""
     return snapshot.directory is not None and (snapshot.directory / "config.json").exists()

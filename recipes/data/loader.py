@@ -27,7 +27,7 @@ Draw = tuple[str, int, Any]
 
 
 def occurrences(rows: int, seed: int, shuffle: bool = True, start: int = 0) -> Iterator[tuple[int, int]]:
-    """Endless epochs from draw ``start`` on, each in another order if ``shuffle``.
+    """Epoch and place of each row, in endless epochs from draw ``start`` on, each in another order if ``shuffle``.
 
     >>> from itertools import islice
     >>> list(islice(occurrences(2, seed=0, shuffle=False), 5))
