@@ -101,6 +101,8 @@ class Request:
     """All media of the prompt as one mapping, or as one mapping for each turn that shows some, in order."""
     seed: int = 0  # of this sample's random stream (see `rollout.sampling.turn_seed`)
     uid: str = ""  # of its prompt, for messages
+    image_keys: Sequence[bytes] = ()
+    """Digests of its images, as far as they are known, so that engines need not look at all pixels in each turn."""
     drawn: int = 0
     """Numbers already drawn from the random stream: a response that continues after ``drawn`` of its tokens."""
 

@@ -22,7 +22,7 @@ from rollout.continuation import BegunTurn, Tokens, continued_experts
 from rollout.engine import Request, SamplingParams
 from rollout.environments.episode import EpisodeLimits, EpisodeStart, TurnRequests
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
-from rollout.prompts.prepared_rows import media_objects
+from rollout.prompts.prepared_rows import keys_of_images, media_objects
 from rollout.sampling import derive_seed
 
 REASONS = {
@@ -97,7 +97,8 @@ class Prompts(TurnRequests):
             rendered = self.renderer.messages(shown(ask.messages, ask.tools), begins=ask.begins)
             ids, types = torch.from_numpy(rendered.ids), torch.from_numpy(rendered.token_types)
             data, media = media_objects(rendered.shown), (rendered.media,) if rendered.media else ()
-            request = Request(rendered.raw_ids, ids, types, rendered.position_ids, data, media)
+            keys = keys_of_images(rendered.shown)
+            request = Request(rendered.raw_ids, ids, types, rendered.position_ids, data, media, image_keys=keys)
             self._whole[key] = rendered, request
         return self._whole[key]
 

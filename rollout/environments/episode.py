@@ -16,7 +16,7 @@ from rollout.environments.environment import Failure, Observation
 from rollout.environments.turn_renderer import RenderedTurn, TurnRenderer
 from rollout.prompts import Prompt
 from rollout.prompts.image_processing import Made
-from rollout.prompts.prepared_rows import media_objects
+from rollout.prompts.prepared_rows import keys_of_images, media_objects
 from rollout.sampling import turn_seed
 
 OMITTED = "(image omitted)"
@@ -252,6 +252,7 @@ class TurnRequests:
             self.renderer.positions(prompt.token_types, parts),
             multi_modal_data=media_objects(prompt.media),
             multi_modal_inputs=parts,
+            image_keys=keys_of_images(prompt.media),
         )
 
     def next_request(self, episode: Episode, shown: RenderedTurn) -> Request:
@@ -277,6 +278,7 @@ class TurnRequests:
             self._positions(earlier.position_ids, len(sampled), shown.position_ids),
             multi_modal_data=data,
             multi_modal_inputs=(*media_parts(earlier.multi_modal_inputs), *([shown.media] if shown.media else [])),
+            image_keys=[*earlier.image_keys, *keys_of_images(shown.shown)],
         )
 
     def _positions(self, earlier: Tensor, sampled: int, shown: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ class _Play:
         except InvalidPrompt as error:
             episode.end("invalid", f"its observation cannot be shown: {error}")
             return
-        episode.state = self.decoding.renderer.digest(outcome)
+        episode.state = self.decoding.renderer.digest(outcome, () if shown is None else shown.shown)
         if row is not None:
             self._begin_row(episode, row)
         elif shown is None:

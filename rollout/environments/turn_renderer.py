@@ -106,13 +106,13 @@ class TurnRenderer:
         Raises:
             InvalidPrompt: the observation cannot be shown, e.g. text with a media token or an image that the model does not take.
         """
-        images = [part for part in observation.content if isinstance(part, Image.Image)]
-        shape = [part if isinstance(part, str) else self._image(part).image.size for part in observation.content]
-        key = (last, observation.role, *shape)
+        parts = [part if isinstance(part, str) else self._image(part) for part in observation.content]
+        shown = tuple(part for part in parts if not isinstance(part, str))
+        key = (last, observation.role, *(part if isinstance(part, str) else part.image.size for part in parts))
         if key not in self._turns:
             message = {"role": observation.role, "content": _parts(observation.content)}
+            images = [each.image for each in shown]
             self._turns[key] = self.messages(Conversation([message], images), last, follows=True)
-        shown = tuple(map(self._image, images))
         return replace(self._turns[key], shown=shown, media=self.media(shown) if shown else {})
 
     def messages(
@@ -177,11 +177,11 @@ class TurnRenderer:
         found = (part if isinstance(part, str) else id(self._image(part)) for part in parts)
         return (len(observation.system), *found)
 
-    def digest(self, observation: Observation) -> str:
-        """A digest of the content, equal for equal texts and pixels in any process."""
-        found = blake2b(digest_size=16)
+    def digest(self, observation: Observation, shown: Sequence[ProcessedMedium] = ()) -> str:
+        """A digest of the content, equal for equal texts and pixels in any process. ``shown`` are its images, if processed."""
+        found, images = blake2b(digest_size=16), iter(shown)
         for part in observation.content:
-            data = part.encode() if isinstance(part, str) else self._image(part).key
+            data = part.encode() if isinstance(part, str) else (next(images, None) or self._image(part)).key
             found.update(f"{type(part) is str} {len(data)} ".encode() + data)
         return found.hexdigest()
 

@@ -94,6 +94,11 @@ def media_objects(media: Iterable[ProcessedMedium]) -> dict[str, list[Any]]:
     return data
 
 
+def keys_of_images(media: Iterable[ProcessedMedium]) -> list[bytes]:
+    """Of each image among media, in the order of `media_objects`."""
+    return [medium.key for medium in media if medium.kind == "image"]
+
+
 def prompt_batch(prompts: Sequence[Prompt], pad_token_id: int, family: VLMFamily, config: Any) -> DataProto:
     """The batch of prepared rows without their ``uid``; see `PromptBuilder.collate`."""
     if not prompts:

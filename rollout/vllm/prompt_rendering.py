@@ -220,7 +220,9 @@ class PromptRenderer:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids) or request.input_ids.tolist()}
         if images:
             prompt["multi_modal_data"] = {"image": images}
-            prompt["multi_modal_uuids"] = {"image": [image_key(image) for image in images]}
+            known = len(request.image_keys) == len(images)
+            keys = [key.hex() for key in request.image_keys] if known else list(map(image_key, images))
+            prompt["multi_modal_uuids"] = {"image": keys}
             prompt["mm_processor_kwargs"] = self.processor_options
         (rendered,) = self.llm.renderer.render_cmpl([prompt])
         check_expansion(rendered["prompt_token_ids"], request.input_ids)

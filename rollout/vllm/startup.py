@@ -179,6 +179,9 @@ DENSE_SIZES = 8
 """Batch sizes up to this one are recorded in powers of two."""
 STEPS_BETWEEN_POWERS = 4
 """Recorded batch sizes between one power of two and the next, above `DENSE_SIZES`."""
+MIXED_TOKENS = 2048
+"""Of a step that reads prompts while other rows decode: up to so many, its layers run as recorded graphs too. Launching them one
+by one takes the host about 30 ms (36 layers), which is longer than an H200 computes on so many tokens of a model of 3B."""
 
 
 def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -187,20 +190,20 @@ def processor_options(image_options: Mapping[str, Any] | None) -> dict[str, Any]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes for which vLLM records CUDA graphs of a decoding step: a batch runs as the next larger one.
+    """The numbers of tokens for which vLLM records CUDA graphs of a step: a step runs as the next larger one.
 
-    None exceeds ``max_num_seqs``, and above 8 a batch grows by less than a quarter, which costs little in a step that waits for
-    the weights. vLLM's own list has 51 sizes for 256 sequences, up to batches of twice as many.
+    Steps that only decode have at most ``max_num_seqs``, and the others often fewer than `MIXED_TOKENS`. Above 8 a step grows by
+    less than a quarter, which costs little where it waits for the weights or the host. vLLM's own list has 51 sizes for 256
+    sequences, up to 512 tokens.
 
-    >>> graph_sizes(40), len(graph_sizes(256))
-    ([1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40], 24)
+    >>> graph_sizes(40)[:14], len(graph_sizes(256))
+    ([1, 2, 4, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48], 36)
     """
-    sizes = [size for size in (1, 2, 4, DENSE_SIZES) if size < max_num_seqs]
-    size = DENSE_SIZES
-    while size < max_num_seqs:
+    sizes, size = {1, 2, 4, max_num_seqs}, DENSE_SIZES
+    while size <= max(max_num_seqs, MIXED_TOKENS):
+        sizes.add(size)
         size += (1 << (size.bit_length() - 1)) // STEPS_BETWEEN_POWERS
-        sizes.append(min(size, max_num_seqs))
-    return sizes if sizes[-1:] == [max_num_seqs] else [*sizes, max_num_seqs]
+    return sorted(sizes)
 
 
 def with_graph_sizes(options: dict[str, Any], speculate: int = 0) -> dict[str, Any]:

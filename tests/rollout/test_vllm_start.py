@@ -20,6 +20,7 @@ from rollout.vllm.low_rank import with_low_rank
 from rollout.vllm.memory import model_state
 from rollout.vllm.process_settings import count_whole_images, one_compile_thread
 from rollout.vllm.startup import (
+    MIXED_TOKENS,
     check_options,
     default_options,
     error_line,
@@ -32,14 +33,16 @@ from workers.cluster.role_groups import engine_phase
 from workers.roles.rollout_worker import RolloutConfig
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 256, 512, 1000])
-def test_every_batch_has_a_recorded_size_that_is_little_larger(most):
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 256, 512, 1000, 3000])
+def test_every_step_has_a_recorded_size_that_is_little_larger(most):
+    """Of rows that decode, at most ``most``, and of those that read prompts next to them."""
     sizes = graph_sizes(most)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] == most
-    for batch in range(1, most + 1):
-        runs_as = next(size for size in sizes if size >= batch)
-        assert runs_as < 2 * batch if batch <= 8 else runs_as < 1.25 * batch
+    assert most in sizes  # a whole batch that decodes is not filled up
+    assert sizes[-1] == max(most, MIXED_TOKENS)
+    for tokens in range(1, sizes[-1] + 1):
+        runs_as = next(size for size in sizes if size >= tokens)
+        assert runs_as < 2 * tokens if tokens <= 8 else runs_as <= 1.25 * tokens
 
 
 def test_the_worker_is_told_of_adapters_and_of_weights_that_stay():
@@ -91,9 +94,9 @@ def test_compiled_layers_read_an_adapter_that_is_changed_in_place():
 
 def test_sizes_that_the_user_names_and_engines_without_graphs_are_left_alone():
     options = {"max_num_seqs": 4}
-    assert with_graph_sizes(options)["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4]}
+    assert with_graph_sizes(options)["compilation_config"] == {"cudagraph_capture_sizes": graph_sizes(4)}
     merged = with_graph_sizes(options | {"compilation_config": {"mode": 0}})
-    assert merged["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 4], "mode": 0}
+    assert merged["compilation_config"] == {"cudagraph_capture_sizes": graph_sizes(4), "mode": 0}
     for chosen in (
         {"enforce_eager": True},
         {"compilation_config": 1},
