@@ -7,10 +7,10 @@
 The heads of random weights are never right, so drafts come from the tokens that the run without drafts (0) sampled, which WORK
 keeps: each drafted token is the recorded one with the probability of ``--rates``, and else another. The engine does all of its
 work and then takes the recorded tokens as its samples, because in half precision a pass over several tokens rounds differently,
-and responses would soon be others. All rows have as many drafts, so that vLLM's first runner keeps the states of recurrent
-layers right (see ``rollout.vllm.startup.check_states``). vLLM's first runner does not run a head here: its products are computed
-in its place once for each drafted token, without its attention to earlier tokens, which ``--without-head`` leaves out. Prints
-tokens a second, drafts that were kept, and the speed compared with that without drafts.
+and responses would soon be others. So it does not matter here that vLLM's first runner does not keep the states of recurrent
+layers right (see ``rollout.vllm.startup.check_states``). That runner does not run a head: its products are computed in its place
+once for each drafted token, without its attention to earlier tokens, which ``--without-head`` leaves out. Prints tokens a second,
+drafts that were kept, and the speed compared with that without drafts.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +33,7 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.random_checkpoint import make  # noqa: E402
 from benchmarks.rollout import prompts_of, synchronize  # noqa: E402
+from rollout.drafts import Drafts  # noqa: E402
 from rollout.engine import SamplingParams, create_engine  # noqa: E402
 from rollout.responses import build_requests  # noqa: E402
 from rollout.sampling import draw_tokens  # noqa: E402
@@ -40,18 +41,21 @@ from rollout.sampling import draw_tokens  # noqa: E402
 RATES = (0.0, 0.5, 0.77, 1.0)
 
 
-class RecordedTokens:
+class RecordedTokens(Drafts):
     """Has a sampler take recorded tokens as its samples, and draft them at a rate."""
 
     def __init__(self, sampler: Any, recorded: dict[int, list[int]], head: Callable[[int, int], Tensor] | None) -> None:
         """``recorded`` tokens by the seeds of their requests; ``head`` does the work of a number of rows and of drafts."""
+        super().__init__(sampler.banned_ids)
         self.sampler, self.head, self.rate = sampler, head, 1.0
+        self.known: dict[int, int] = {}  # tokens of the request in a slot
         self.place = {seed: place for place, seed in enumerate(recorded)}
         self.tokens = np.array(list(recorded.values()), dtype=np.int64)
         self.on_device = torch.from_numpy(self.tokens).to(sampler.device)
         self.words = int(self.tokens.max()) + 1
         self._coins = np.random.default_rng(0)
-        self._draw, sampler._draw, sampler.next_drafts = sampler._draw, self.draw, self.next_drafts
+        self._draw, sampler._draw, sampler.drafts = sampler._draw, self.draw, self
+        self._next_drafts, sampler.next_drafts = sampler.next_drafts, self.next_drafts
 
     def draw(self, logits: Tensor, rows: np.ndarray, steps: np.ndarray, *rest: Any) -> Tensor:
         """In place of `PolicySampler._draw`, whose work it does."""
@@ -61,22 +65,27 @@ class RecordedTokens:
         at = self.sampler._sent(np.stack([places, steps.clip(0, self.tokens.shape[1] - 1)]))
         return self.on_device[at[0], at[1]]
 
-    def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int]]:
-        """In place of `PolicySampler.next_drafts`."""
+    def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int] | None]:
+        """In place of `PolicySampler.next_drafts`, whose work it does next to that of a head."""
         if self.head is not None:
             self.head(len(sampled), most)
-        found: list[list[int]] = [[] for _ in sampled]
-        for row, ids in enumerate(sampled):
-            slot = int(self.sampler._rows[row])
-            state = self.sampler.slots.get(slot)
-            if state is None or not ids:
-                continue
-            state.known = getattr(state, "known", 0) + len(ids)
-            own = self.tokens[self.place[int(self.sampler.seeds[slot])]]
-            draft = own[state.known : state.known + most]
-            draft = np.pad(draft, (0, most - len(draft)))
-            kept = self._coins.random(most) < self.rate
-            found[row] = np.where(kept, draft, (draft + 1) % self.words).tolist()
+        found: list[list[int] | None] = self._next_drafts(sampled, most)
+        return found
+
+    def open(self, number: int, key: Hashable, prompt: Tensor) -> None:
+        super().open(number, key, prompt)
+        self.known[number] = 0
+
+    def add(self, number: int, token_ids: Sequence[int]) -> None:
+        super().add(number, token_ids)
+        self.known[number] += len(token_ids)
+
+    def look_up(self, number: int, most: int) -> list[int]:
+        """The tokens that come next, each with the probability of the rate, and else others."""
+        own = self.tokens[self.place[int(self.sampler.seeds[number])]]
+        draft = own[self.known[number] : self.known[number] + most]
+        draft = np.pad(draft, (0, most - len(draft)))
+        found: list[int] = np.where(self._coins.random(most) < self.rate, draft, (draft + 1) % self.words).tolist()
         return found
 
 

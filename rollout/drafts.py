@@ -3,6 +3,10 @@
 A draft changes no token: the engine draws each token from the sample's own random stream, and keeps a drafted one only if it is
 the one that was drawn (exact-match speculation). After prompt lookup decoding (Saxena 2023), with siblings in addition to
 the prompt.
+
+A draft of which no token is drawn has cost the engine some work. A sample that had many of them one after another gets none for
+some passes, and then one to see whether that has changed. Few would do if rows were alone: but a pass in which others have
+drafts lasts about as long for a row without one.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -12,6 +16,10 @@ from torch import Tensor
 
 NGRAM_SIZES = (4, 2)
 """How many last tokens are looked up, largest first."""
+PATIENCE = 12
+"""Drafts of a sample, one after another, of which no token is drawn, before it goes without."""
+PAUSE = 64
+"""Passes without a draft."""
 
 
 @dataclass(eq=False)
@@ -28,6 +36,10 @@ class _Sample:
     key: Hashable
     group: _Group
     last: list[int]  # tokens
+    drafted: bool = False  # in its last pass
+    added: int = 0  # tokens since then
+    refused: int = 0  # drafts, one after another
+    pause: int = 0  # passes without a draft that are left
 
 
 class Drafts:
@@ -43,9 +55,9 @@ class Drafts:
     [3, 4]
     """
 
-    def __init__(self, banned_ids: Collection[int] = ()) -> None:
-        """``banned_ids`` are never drawn, so a draft ends before them."""
-        self._banned = frozenset(banned_ids)
+    def __init__(self, banned_ids: Collection[int] = (), by_head: bool = False) -> None:
+        """``banned_ids`` are never drawn, so a draft ends before them. ``by_head``: a head drafts where nothing is found."""
+        self._banned, self._by_head = frozenset(banned_ids), by_head
         self._groups: dict[Hashable, _Group] = {}
         self._samples: dict[int, _Sample] = {}
 
@@ -63,9 +75,26 @@ class Drafts:
         """Adds tokens that a sample has drawn."""
         sample = self._samples[number]
         sample.last = _learn(sample.group, sample.last, token_ids)
+        sample.added += len(token_ids)
 
-    def next_tokens(self, number: int, most: int) -> list[int]:
-        """At most ``most`` tokens that may follow; none if the sample's last tokens are new to its group."""
+    def next_tokens(self, number: int, most: int) -> list[int] | None:
+        """At most ``most`` tokens that may follow, asked for once before each pass of the engine; none if the sample's last
+        tokens are new to its group, and ``None`` if it is to go without a draft.
+        """
+        sample = self._samples[number]
+        if sample.drafted:  # the pass then drew one token, and those of the draft that it kept
+            sample.refused = 0 if sample.added > 1 else sample.refused + 1
+            sample.pause = PAUSE if sample.refused >= PATIENCE else 0
+        sample.added, sample.drafted = 0, not sample.pause
+        if sample.pause:
+            sample.pause -= 1
+            return None
+        found = self.look_up(number, most)
+        sample.drafted = self._by_head or bool(found)
+        return found
+
+    def look_up(self, number: int, most: int) -> list[int]:
+        """At most ``most`` tokens that followed the sample's last ones before."""
         sample = self._samples[number]
         following, last, found = sample.group.following, list(sample.last), list[int]()
         while len(found) < most:

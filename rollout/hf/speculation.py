@@ -19,9 +19,9 @@ from rollout.hf.requests import OpenRequest
 class Speculation(Drafts):
     """Drafts for the rows of an engine. Letters: W rows, K longest draft."""
 
-    def __init__(self, most: int, banned_ids: Sequence[int]) -> None:
+    def __init__(self, most: int, banned_ids: Sequence[int], by_head: bool) -> None:
         """``most`` tokens are drafted for a row at a time."""
-        super().__init__(banned_ids)
+        super().__init__(banned_ids, by_head)
         self.most = most
 
     def open_row(self, row: OpenRequest) -> None:
@@ -40,8 +40,9 @@ class Speculation(Drafts):
         for place in map(int, np.flatnonzero(batch.running)):
             row = batch.rows[place]
             left = min(self.most, row.sampling.max_tokens - len(row.token_ids))
-            found[place] = self.next_tokens(row.number, left)
-            if not found[place]:
+            draft = self.next_tokens(row.number, left)
+            found[place] = draft or []
+            if draft == []:
                 new.append((place, left))
         if new and predicted is not None:
             tokens = predicted(max(left for _, left in new)).tolist()

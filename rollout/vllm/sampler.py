@@ -196,9 +196,11 @@ class PolicySampler(Sampler):
         drawn = [sample(part, SamplingParams(), each, self.banned_ids, self.undrawn_ids)[0] for part, each in parts]
         return torch.cat(drawn).int().unsqueeze(-1)
 
-    def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int]]:
-        """Drafts of at most ``most`` tokens for the rows of the step that has just ended, which ``sampled`` these tokens."""
-        found: list[list[int]] = [[] for _ in sampled]
+    def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int] | None]:
+        """Drafts of at most ``most`` tokens for the rows of the step that has just ended, which ``sampled`` these tokens; see
+        `Drafts.next_tokens`.
+        """
+        found: list[list[int] | None] = [[] for _ in sampled]
         for row, token_ids in enumerate(sampled):
             slot = int(self._rows[row]) if row < len(self._rows) else -1
             if self.drafts is not None and token_ids and slot in self.slots:
@@ -338,6 +340,6 @@ class SiblingDrafter:
             return [[] for _ in sampled_token_ids]
         drafts = self.sampler.next_drafts(sampled_token_ids, self._most)
         return [
-            draft[: max(self._max_tokens - int(known) - 1, 0)]
+            (draft or [])[: max(self._max_tokens - int(known) - 1, 0)]
             for draft, known in zip(drafts, num_tokens_no_spec, strict=False)
         ]

@@ -16,6 +16,8 @@ from helpers.examples import at_most
 from helpers.prediction_heads import add_head
 from helpers.tiny_models import MODEL_TYPES, tiny_model
 from helpers.turns import finish, next_turn
+from rollout import drafts
+from rollout.drafts import PATIENCE, PAUSE, Drafts
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
 from rollout.responses import build_requests
@@ -95,6 +97,51 @@ def test_tokens_are_those_without_drafts(engines, temperature, top_k, max_tokens
     assert_same(answers(drafting, sampling), answers(plain, sampling))
     assert not drafting._speculation._samples
     assert not drafting._speculation._groups
+
+
+def drafted_in(passes, kept):
+    """In which of so many passes the head drafts for a sample, of which one token is drawn in the passes ``kept``."""
+    sample, found = Drafts(by_head=True), []
+    sample.open(0, "", torch.tensor([1, 2]))
+    for number in range(passes):
+        sample.add(0, [10 + number, 50 + number][: 1 + (number - 1 in kept)])
+        if sample.next_tokens(0, 1) == []:
+            found.append(number)
+    return found
+
+
+def test_a_sample_whose_drafts_are_refused_pauses(monkeypatch):
+    """A draft that is kept ends the count. A pause ends with one draft."""
+    monkeypatch.setattr(drafts, "PATIENCE", 3)
+    monkeypatch.setattr(drafts, "PAUSE", 4)
+    assert drafted_in(14, kept=()) == [0, 1, 2, 7, 12]
+    assert drafted_in(14, kept=(1,)) == [0, 1, 2, 3, 4, 9]
+    assert drafted_in(14, kept=(7,)) == [0, 1, 2, 7, 8, 9, 10]
+    assert 1 < PATIENCE < PAUSE
+
+
+def test_a_sample_for_which_nothing_is_found_does_not_pause(monkeypatch):
+    monkeypatch.setattr(drafts, "PATIENCE", 1)
+    sample = Drafts()
+    sample.open(0, "", torch.tensor([1, 2]))
+    for token in range(3, 9):
+        sample.add(0, [token])
+        assert sample.next_tokens(0, 2) == []
+    sample.add(0, [1, 2])
+    assert sample.next_tokens(0, 2) == [3, 4]
+    sample.add(0, [5])
+    assert sample.next_tokens(0, 2) is None
+
+
+def test_tokens_are_those_without_drafts_next_to_pauses(one_family, monkeypatch):
+    monkeypatch.setattr(drafts, "PATIENCE", 1)
+    monkeypatch.setattr(drafts, "PAUSE", 2)
+    plain, drafting = one_family
+    sampling = SamplingParams(4, 0.6, max_tokens=24, seed=5, ignore_eos=True)
+    found, asked = answers(drafting, sampling), sum(each.drafted_tokens for each in answers(drafting, sampling))
+    assert_same(found, answers(plain, sampling))
+    monkeypatch.setattr(drafts, "PATIENCE", 1000)
+    assert 0 < asked < sum(each.drafted_tokens for each in answers(drafting, sampling))
 
 
 @pytest.mark.slow

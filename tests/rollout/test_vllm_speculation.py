@@ -48,6 +48,16 @@ def test_tokens_are_those_of_the_other_engine_without_drafts(setup, sampling):
     assert not setup.vllm.sampler.drafts._groups
 
 
+def test_rows_that_pause_have_the_same_tokens(setup, monkeypatch):
+    monkeypatch.setattr("rollout.drafts.PATIENCE", 1)
+    monkeypatch.setattr("rollout.drafts.PAUSE", 2)
+    sampling = replace(COPIED, temperature=0.3)
+    ours = generate(setup, setup.vllm, sampling)
+    assert_same(ours, generate(setup, setup.hf, sampling))
+    monkeypatch.setattr("rollout.drafts.PATIENCE", 1000)
+    assert 0 < ours["drafted_tokens"].sum() < generate(setup, setup.vllm, sampling)["drafted_tokens"].sum()
+
+
 def test_a_stop_text_among_drafted_tokens_ends_a_response_with_it(setup):
     whole, decode = generate(setup, setup.hf, COPIED), setup.builder.tokenizer.decode
     lengths = whole["response_mask"].sum(1).tolist()
