@@ -1,6 +1,7 @@
-"""The extras that a package needs, and modules that only this process can import."""
+"""The extras that a package needs, versions of packages, and modules that only this process can import."""
 
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -21,6 +22,14 @@ def require_extra(extra: str, user: str, *packages: str) -> None:
     if missing:
         message = f"{user} needs {', '.join(missing)}: pip install 'dataproto-vlm[{extra}]'"
         raise MissingPackage(message, name=user)
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package by its name on PyPI, or ``None`` if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def unimportable_modules() -> list[ModuleType]:

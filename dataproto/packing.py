@@ -111,8 +111,8 @@ def pack_rows(
     else:
         positions = position_ids.flatten()[flat].unsqueeze(0)
     types = torch.zeros_like(flat, dtype=torch.int8) if token_types is None else token_types.flatten()[flat]
-    cu_seqlens, longest = _boundaries(kept.sum(1))
-    key_cu_seqlens, key_longest = _boundaries(attended.sum(1))
+    cu_seqlens, longest = boundaries(kept.sum(1))
+    key_cu_seqlens, key_longest = boundaries(attended.sum(1))
     return PackedRows(
         input_ids=input_ids.flatten()[flat].unsqueeze(0),
         position_ids=positions,
@@ -194,7 +194,12 @@ def _response_places(
     return cells, row, column, predictors
 
 
-def _boundaries(lengths: Tensor) -> tuple[Tensor, int]:
+def boundaries(lengths: Tensor) -> tuple[Tensor, int]:
+    """Where segments of ``lengths (n,)`` begin and end one after the other, ``(n + 1,)`` int32, and the longest length.
+
+    >>> boundaries(torch.tensor([2, 3]))
+    (tensor([0, 2, 5], dtype=torch.int32), 3)
+    """
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     cu_seqlens[1:] = lengths.cumsum(0)
     return cu_seqlens, int(lengths.max()) if len(lengths) else 0

@@ -191,9 +191,7 @@ def _read_datum(message: Any, number: int) -> Datum:
     """A datum. Spans, which say where its tokens come from, are not read: no loss with a public formula uses them."""
     try:
         chunks = [_read_chunk(chunk) for chunk in message.model_input]
-        inputs = {}
-        for name, tensor in sorted(message.loss_fn_inputs.items()):
-            inputs[name] = read_tensor(tensor)
+        inputs = {name: read_tensor(tensor) for name, tensor in sorted(message.loss_fn_inputs.items())}
     except (InvalidChunk, InvalidRequest) as error:
         raise InvalidRequest(f"datum {number}: {error}") from error
     if not chunks:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
-from dataproto.errors import InvalidColumn
 from recipes.algorithms.function_files import in_users_function
+from recipes.algorithms.options import check_shape
 from recipes.algorithms.preferences import mismatch_kl
 from recipes.algorithms.registry import PREFERENCES, arguments_by_name
 from recipes.configs.dpo_config import PRESETS, TINY, DPOConfig, PreferenceConfig, parse
@@ -99,11 +99,8 @@ def losses_of(config: PreferenceConfig, columns: dict[str, Any], like: Tensor) -
     """
     name, function = f"algorithm.loss={config.loss}", PREFERENCES.find(config.loss).function
     with in_users_function(name, function):
-        losses = function(**arguments_by_name(name, function, columns, vars(config)))
-    if not isinstance(losses, Tensor) or losses.shape != like.shape:
-        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        each = "answer" if config.unpaired else "pair"
-        raise InvalidColumn(f"{name} returned {found}, but must return one number for each {each} {tuple(like.shape)}")
+        losses: Tensor = function(**arguments_by_name(name, function, columns, vars(config)))
+    check_shape(name, losses, like, each="answer" if config.unpaired else "pair")
     return losses
 
 

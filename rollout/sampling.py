@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import NonFiniteLogits
+from dataproto.transfer import move
 from dataproto.vlm.family import SoftCap
 from rollout.engine import SamplingParams, TopLogProbs
 
@@ -48,18 +49,22 @@ def policy_log_probs(logits: Tensor, temperature: float, banned_ids: Sequence[in
     >>> policy_log_probs(torch.tensor([0.0, 0.0, 9.0]), 1.0, banned_ids=[2]).exp().tolist()
     [0.5, 0.5, 0.0]
     """
-    logits = logits.to(torch.float32, copy=True)
+    banned = ids_on(tuple(banned_ids), logits.device) if banned_ids else None
+    return policy_logits_(logits.to(torch.float32, copy=True), temperature, banned).log_softmax(-1)
+
+
+def policy_logits_(logits: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
+    """Tempers ``logits (..., V)`` and masks the ids ``banned``, in place, without storing more of their size."""
     if temperature != 1.0:
-        logits = logits.div_(temperature)
-    if banned_ids:
-        logits = logits.index_fill_(-1, _on_device(tuple(banned_ids), logits.device), BANNED_LOGIT)
-    return logits.log_softmax(-1)
+        logits.div_(temperature)
+    return logits if banned is None else logits.index_fill_(-1, banned, BANNED_LOGIT)
 
 
 @lru_cache
-def _on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """Ids that every token needs, copied to the device once: each copy makes the host wait for the device."""
-    return torch.tensor(ids, device=device)
+@torch.inference_mode(False)  # gradients may need what an engine has put there
+def ids_on(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """Ids that every token needs, copied to the device once."""
+    return move(torch.tensor(ids, dtype=torch.int64), device)
 
 
 def restrict(log_probs: Tensor, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> Tensor:
@@ -134,7 +139,7 @@ def sample(
     log_probs = policy_log_probs(logits, sampling.temperature or 1.0, banned_ids)
     drawn = log_probs
     if undrawn_ids:
-        drawn = log_probs.index_fill(-1, _on_device(tuple(undrawn_ids), log_probs.device), -math.inf)
+        drawn = log_probs.index_fill(-1, ids_on(tuple(undrawn_ids), log_probs.device), -math.inf)
     if sampling.temperature == 0:
         chosen = drawn.argmax(-1)
     else:

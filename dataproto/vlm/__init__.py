@@ -4,37 +4,6 @@
 >>> family = family_of("qwen2_5_vl")  # or a Hugging Face config or model
 """
 
-from dataproto.vlm.costs import Flops
-from dataproto.vlm.family import VLMFamily
-from dataproto.vlm.family_registry import family_of, known_families, register_family
-from dataproto.vlm.media import (
-    DistinctMedia,
-    MediaLayout,
-    MediaSpans,
-    PatchGrids,
-    distinct_media,
-    image_grid,
-    media_grids,
-    media_spans,
-)
-from dataproto.vlm.positions import extend_positions
-from dataproto.vlm.prompt_layout import MediaTokens, frame_seconds
+import lazy_loader
 
-__all__ = [
-    "DistinctMedia",
-    "Flops",
-    "MediaLayout",
-    "MediaSpans",
-    "MediaTokens",
-    "PatchGrids",
-    "VLMFamily",
-    "distinct_media",
-    "extend_positions",
-    "family_of",
-    "frame_seconds",
-    "image_grid",
-    "known_families",
-    "media_grids",
-    "media_spans",
-    "register_family",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -321,16 +321,10 @@ def split_videos(ids: Ids, tokens: MediaTokens, frames: Sequence[Sequence[Sequen
     parts: list[Ids] = []
     done = 0
     for place, texts in zip(places.tolist(), frames):
-        enclosed = place > 0 and ids[place - 1 : place + 2].tolist() == [
-            tokens.vision_start,
-            tokens.video,
-            tokens.vision_end,
-        ]
-        frame = (tokens.vision_start, tokens.video, tokens.vision_end)
-        parts += [
-            ids[done : place - enclosed],
-            np.array([i for text in texts for i in (*text, *frame)], dtype=np.int64),
-        ]
+        frame = [tokens.vision_start, tokens.video, tokens.vision_end]
+        enclosed = place > 0 and ids[place - 1 : place + 2].tolist() == frame
+        shown = np.array([i for text in texts for i in (*text, *frame)], dtype=np.int64)
+        parts += [ids[done : place - enclosed], shown]
         done = place + 1 + enclosed
     return np.concatenate([*parts, ids[done:]])
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dataproto.packing import PackedRows
+from dataproto.packing import PackedRows, boundaries
 from dataproto.transfer import move
 from dataproto.vlm import VLMFamily
 from rollout.adapter_layers import AdapterRouter, Run, add_head
@@ -232,8 +232,8 @@ class PackedPart:
         """The packed rows; every token predicts something."""
         rows, shared = [row.rendered for row in self.rows], self.shared
         pairs = list(zip(rows, shared, strict=True))
-        bounds, longest = _bounds(self.lengths)
-        key_bounds, key_longest = _bounds([len(row) for row in rows])
+        bounds, longest = boundaries(torch.tensor(self.lengths))
+        key_bounds, key_longest = boundaries(torch.tensor([len(row) for row in rows]))
         ids = torch.cat([row.input_ids[n:] for row, n in pairs])
         every = torch.arange(len(ids))
         return PackedRows(
@@ -249,12 +249,6 @@ class PackedPart:
             targets=ids,
             response_cells=every,
         )
-
-
-def _bounds(lengths: Sequence[int]) -> tuple[Tensor, int]:
-    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    bounds[1:] = torch.tensor(lengths).cumsum(0)
-    return bounds, max(lengths)
 
 
 Gradients = dict[Tensor, Tensor]

@@ -103,9 +103,8 @@ class Scheduler:
 
     async def _rest(self) -> None:
         try:
-            async with asyncio.timeout(
-                LOOK_SECONDS
-            ):  # `wait_for` of Python 3.11 may swallow the cancellation of a stop
+            # `wait_for` of Python 3.11 may swallow the cancellation of a stop.
+            async with asyncio.timeout(LOOK_SECONDS):
                 await self._wake.wait()
         except TimeoutError:
             if not self.link.connected:

@@ -271,7 +271,7 @@ def advantage_columns(config: AlgorithmConfig, data: DataProto) -> dict[str, Ten
         advantages, returns = found
         whitened = whiten(advantages, data["response_mask"]) if options.get("whiten") else advantages
         return {"advantages": whitened, "returns": returns}
-    _check_shape(what, found, data["response_mask"])
+    check_shape(what, found, data["response_mask"])
     return {"advantages": found}
 
 
@@ -312,16 +312,17 @@ class NamedLoss:
     def check(self, outputs: Outputs, *results: object) -> None:
         """Raises `InvalidColumn` unless the loss and each metric are ``(B, R)``."""
         for each in results:
-            _check_shape(self.name, each, outputs.log_probs)
+            check_shape(self.name, each, outputs.log_probs)
 
 
 def _columns(data: DataProto) -> dict[str, Any]:
     return {name: data[name] for name in data.names()}
 
 
-def _check_shape(what: str, found: object, like: Tensor) -> None:
+def check_shape(what: str, found: object, like: Tensor, each: str = "token") -> None:
+    """Raises `InvalidColumn` unless ``what`` returned one number for each, as ``like``."""
     from torch import Tensor
 
     if not isinstance(found, Tensor) or found.shape != like.shape:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise InvalidColumn(f"{what} returned {shape}, but must return one number for each token {tuple(like.shape)}")
+        raise InvalidColumn(f"{what} returned {shape}, but must return one number for each {each} {tuple(like.shape)}")

@@ -100,9 +100,8 @@ class TinyConfig:
     sound_width: int = 64
     patch: int = 14  # pixels; a visual token covers 2 x 2 patches
     text_std: float = 0.02  # of the decoder's initial weights
-    vision_std: float = (
-        0.1  # of those of the towers for images and sounds; with Hugging Face's 0.02 GRPO learns nothing
-    )
+    # Of those of the towers for images and sounds; with Hugging Face's 0.02 GRPO learns nothing.
+    vision_std: float = 0.1
     min_pixels: int = 56 * 56
     max_pixels: int = 280 * 280
 

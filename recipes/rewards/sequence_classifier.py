@@ -46,8 +46,11 @@ class SequenceClassifier:
             RewardError: the model cannot be loaded or has no such label; a text is longer than the model takes (names the row);
                 a score is not finite (names the row).
         """
-        is_trained = (Path(self.model_path) / HEAD_FILE).exists()
-        scores = self._ranked(rows) if is_trained else self._classified(rows)
+        if (Path(self.model_path) / HEAD_FILE).exists():  # a reward model of ours
+            self._loaded = self._loaded or RankedAnswers(self.model_path, self.device)
+            scores = self._loaded(rows)
+        else:
+            scores = self._classified(rows)
         for number, score in enumerate(scores):
             if not math.isfinite(score):
                 raise RewardError(f"row {number}: {self.model_path} gives the score {score}")
@@ -93,13 +96,6 @@ class SequenceClassifier:
                 f"{self.model_path!r} is not a sequence classifier: {reason} (that of a run of `dataproto reward-model` is "
                 "RUN/global_step_N/actor/huggingface)"
             ) from error
-
-    def _ranked(self, rows: Sequence[RewardRow]) -> list[float]:
-        """Those of a reward model of ours."""
-        if self._loaded is None:
-            self._loaded = RankedAnswers(self.model_path, self.device)
-        scores: list[float] = self._loaded(rows)
-        return scores
 
     @property
     def uses_device(self) -> bool:

@@ -19,34 +19,6 @@ rows and rewards of your own; docs/custom_recipe.py is a whole recipe around it:
 `recorded_run` prepares the run's directory and writes its report; `attempts` starts a run again after a worker has failed.
 """
 
-from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
-from recipes.configs.shared.run_config import RunConfig
-from recipes.configs.shared.supervised_config import SupervisedConfig
-from recipes.run.evaluation import evaluate_samples, greedy_evaluation, held_out_evaluation
-from recipes.run.loop import StepFunction, attempts, train
-from recipes.run.metrics import measure_rollouts
-from recipes.run.phases import StepState
-from recipes.run.policy_gradient import evaluate, run
-from recipes.run.run_directory import recorded_run
-from recipes.run.supervised import SupervisedTask, launch_supervised, next_token_loss, run_supervised
+import lazy_loader
 
-__all__ = [
-    "PolicyGradientConfig",
-    "RunConfig",
-    "StepFunction",
-    "StepState",
-    "SupervisedConfig",
-    "SupervisedTask",
-    "attempts",
-    "evaluate",
-    "evaluate_samples",
-    "greedy_evaluation",
-    "held_out_evaluation",
-    "launch_supervised",
-    "measure_rollouts",
-    "next_token_loss",
-    "recorded_run",
-    "run",
-    "run_supervised",
-    "train",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -144,37 +144,31 @@ class PlayingRollout:
                 column = f"info_{name}"
                 while column in numbers or column in present:
                     column = f"info_{column}"
-                self._tell_renamed(name, column)
+                renamed = f"{name} in the {self.played.who}'s info is the column {column}"
+                self._warn(column, f"{renamed}: {name} is a column of the library or of the data (docs/columns.md)")
             played[column] = np.array([info.get(name) for info in infos], dtype=object)
         return played
-
-    def _tell_renamed(self, name: str, column: str) -> None:
-        if column not in self.told:
-            self.told.add(column)
-            print(
-                f"warning: {name} in the {self.played.who}'s info is the column {column}: {name} is a column of the library "
-                "or of the data (docs/columns.md)",
-                file=sys.stderr,
-            )
 
     def _tell_failures(self, data: DataProto) -> None:
         """Shows each failure of an environment once, with the first row that has it, and the first episode without a turn for
         which the engine had no room.
         """
         for row in np.flatnonzero((data["turns"].numpy() == 0) & (data["end_reason"] == "tokens")):
-            if "tokens" not in self.told:
-                self.told.add("tokens")
-                message = f"row {row} (uid {data['uid'][row]}) has no turn, and further ones may not: {data['end_message'][row]}"
-                print(f"warning: the episode of {message}", file=sys.stderr)
+            message = (
+                f"row {row} (uid {data['uid'][row]}) has no turn, and further ones may not: {data['end_message'][row]}"
+            )
+            self._warn("tokens", f"the episode of {message}")
         for row in np.flatnonzero([reason in FAILURES for reason in data["end_reason"]]):
             message = str(data["end_message"][row])
-            if message not in self.told:
-                self.told.add(message)
-                place = f"row {row} (uid {data['uid'][row]}, response {str(data['response_text'][row])!r:.100})"
-                print(
-                    f"warning: the {self.played.who} of {place} failed, nothing is learned from its episode: {message}",
-                    file=sys.stderr,
-                )
+            place = f"row {row} (uid {data['uid'][row]}, response {str(data['response_text'][row])!r:.100})"
+            told = f"the {self.played.who} of {place} failed, nothing is learned from its episode: {message}"
+            self._warn(message, told)
+
+    def _warn(self, subject: str, text: str) -> None:
+        """Shows the first warning about a subject."""
+        if subject not in self.told:
+            self.told.add(subject)
+            print(f"warning: {text}", file=sys.stderr)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rollout, name)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -21,6 +21,7 @@ from recipes.options.command_line import way_out_of_resuming
 from recipes.options.config_file import CHANGES, CONFIG_FILE
 from recipes.options.names import CHANGEABLE, FILES, FREE, PLACES
 from recipes.watch.console import show_summary
+from recipes.watch.loggers import flatten, read_json
 from recipes.watch.metrics_file import METRICS_FILE
 from recipes.watch.report import ENVIRONMENT_FILE, environment, write_report
 from workers.model.model_config import OptimizerConfig, Schedule
@@ -97,7 +98,7 @@ def with_schedules(config: Config, updates: Mapping[str, int]) -> Config:
         CheckpointError: a resumed run has more steps than before, and a decaying schedule ends before they do.
     """
     run: RunConfig = config.run
-    before = _flatten(_read(run.output_dir)) if run.resume else {}
+    before = flatten(read_json(run.output_dir / CONFIG_FILE)) if run.resume else {}
     changed = {}
     for name, each in updates.items():
         optimizer: OptimizerConfig = getattr(config, name)
@@ -250,7 +251,7 @@ def check_run_directory(config: HasRun) -> None:
         raise InvalidConfig(f"{directory} holds an earlier run: {ways}choose another --output-dir")
     if not run.overwrite:
         return
-    if not ((directory / ENVIRONMENT_FILE).is_file() and "run" in _read(directory)):
+    if not ((directory / ENVIRONMENT_FILE).is_file() and "run" in read_json(directory / CONFIG_FILE)):
         raise InvalidConfig(f"{directory} does not hold a run, so it is not overwritten: choose another --output-dir")
     if inside is not None:
         raise InvalidConfig(f"{inside} is in {directory}, which --overwrite deletes: choose another --output-dir")
@@ -283,9 +284,9 @@ def _changes(directory: Path, config: HasRun) -> list[dict[str, Any]]:
     names = {path: option.name for path, option in options.items()}
     values = {path: option.default for path, option in options.items()}
     now: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    recorded = _read(directory)
+    recorded = read_json(directory / CONFIG_FILE)
     changes: list[dict[str, Any]] = recorded.pop(CHANGES, [])
-    before = _flatten(recorded, now.keys())
+    before = flatten(recorded, whole=now)
     found = latest_checkpoint(directory.absolute())
     if not before and found is not None:
         raise CheckpointError(
@@ -334,19 +335,3 @@ def _file_names(value: Any) -> Any:
     if isinstance(value, list):
         return [_file_names(each) for each in value]
     return PurePath(value).name if isinstance(value, str) else value
-
-
-def _read(directory: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _flatten(value: Any, names: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """The values of a recorded configuration by the paths of the options; a value in ``names`` is not divided further."""
-    if prefix in names or not isinstance(value, Mapping):
-        return {prefix: value}
-    parts = (_flatten(inner, names, f"{prefix}.{name}" if prefix else name) for name, inner in value.items())
-    return {name: inner for part in parts for name, inner in part.items()}

@@ -1,8 +1,9 @@
 """Which versions of torch, transformers and vLLM were tested together; docs/versions.md says what was run on each."""
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from dataproto.extras import installed_version
 
 COMBINATIONS: tuple[dict[str, tuple[str, str]], ...] = (
     {"torch": ("2.13", "2.13"), "transformers": ("5.16", "5.24")},
@@ -15,7 +16,7 @@ COMBINATIONS: tuple[dict[str, tuple[str, str]], ...] = (
 
 def tell_untested_versions(engine: str) -> None:
     """Says in one line that the versions of a start were not tested together."""
-    if told := untested_versions(engine, {name: _installed(name) for name in ("torch", "transformers", "vllm")}):
+    if told := untested_versions(engine, {name: installed_version(name) for name in ("torch", "transformers", "vllm")}):
         print(told)
 
 
@@ -42,10 +43,3 @@ def _holds(tested: Mapping[str, tuple[str, str]], found: Mapping[str, Any]) -> b
 
 def _minor(found: str) -> tuple[int, ...]:
     return tuple(map(int, found.split("+")[0].split(".")[:2]))
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

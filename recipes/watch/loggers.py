@@ -17,7 +17,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -59,7 +59,7 @@ class LoggedRun:
     @property
     def config(self) -> dict[str, Any]:
         """All options of the run, as its ``config.json`` has them; empty without that file."""
-        return _read_json(self.directory / CONFIG_FILE)
+        return read_json(self.directory / CONFIG_FILE)
 
     def options(self) -> dict[str, Any]:
         """The options of `config` under the names that they have on the command line."""
@@ -67,12 +67,12 @@ class LoggedRun:
 
     def saved_id(self, tracker: str) -> str | None:
         """The tracker's name for this run, if an earlier process of it has saved one."""
-        return _read_json(self.directory / TRACKER_IDS).get(tracker)
+        return read_json(self.directory / TRACKER_IDS).get(tracker)
 
     def save_id(self, tracker: str, name: str) -> None:
         """Remembers the tracker's name for this run, so that a resumed run continues it."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        found = _read_json(self.directory / TRACKER_IDS) | {tracker: name}
+        found = read_json(self.directory / TRACKER_IDS) | {tracker: name}
         (self.directory / TRACKER_IDS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
@@ -227,7 +227,8 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty where there is none that can be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -235,16 +236,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a configuration under the names that they have on the command line.
+def flatten(config: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()) -> dict[str, Any]:
+    """The values of a configuration under the names that they have on the command line; those of ``whole`` are not divided.
 
     >>> flatten({"model": {"path": "x", "sizes": [1, 2]}, "seed": 0})
     {'model.path': 'x', 'model.sizes': [1, 2], 'seed': 0}
     """
     found: dict[str, Any] = {}
     for name, value in config.items():
-        inner = isinstance(value, Mapping)
-        found |= flatten(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+        path = f"{prefix}{name}"
+        divided = isinstance(value, Mapping) and path not in whole
+        found |= flatten(value, f"{path}.", whole) if divided else {path: value}
     return found
 
 

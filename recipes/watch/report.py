@@ -10,7 +10,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib import metadata
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import yaml
 
 from dataproto.errors import FileFormatError
+from dataproto.extras import installed_version
 from recipes.options.config_file import CONFIG_FILE
 from recipes.watch.charts import COLOURS, Series, line_chart
 from recipes.watch.loggers import flatten
@@ -125,12 +125,7 @@ def _reward_charts(rows: Rows) -> list[Chart]:
 def environment() -> dict[str, str]:
     """Versions of Python and of the packages that a run depends on, for ``environment.json``."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return found | {name: each for name in PACKAGES if (each := installed_version(name)) is not None}
 
 
 def held_out_accuracy(rows: Rows) -> dict[str, tuple[float, float]]:

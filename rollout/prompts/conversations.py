@@ -183,8 +183,6 @@ def collate_rows(
     data["position_ids"] = builder.family.position_ids(
         data["mm_token_type_ids"], data["attention_mask"], **media_grids(inputs), config=builder.config
     )
-    data["multi_modal_inputs"] = object_array(inputs)
-    data["multi_modal_data"] = object_array(media)
-    for name, values in objects.items():
+    for name, values in {"multi_modal_inputs": inputs, "multi_modal_data": media, **objects}.items():
         data[name] = object_array(list(values))
     return data

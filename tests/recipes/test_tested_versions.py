@@ -64,6 +64,6 @@ def test_the_project_installs_nothing_newer_than_what_was_run_or_read():
     ],
 )
 def test_other_combinations_are_told_in_one_line(monkeypatch, capsys, engine, installed, told):
-    monkeypatch.setattr(tested_versions, "_installed", installed.get)
+    monkeypatch.setattr(tested_versions, "installed_version", installed.get)
     tell_untested_versions(engine)
     assert capsys.readouterr().out.count("\n") == told

@@ -103,9 +103,8 @@ class RayPool:
         """Opens a weight channel from the first process of this pool to all processes of another."""
         size, timeout = 1 + len(receivers.hosts), self.config.timeout_s
         address = self.wait([self.hosts[0].placement.remote()], "open channel")[0].address
-        ends = [self.hosts[0].open_channel.remote(address, 0, size, timeout)]
-        for number, host in enumerate(receivers.hosts, start=1):
-            ends.append(host.open_channel.remote(address, number, size, timeout))
+        hosts = enumerate([self.hosts[0], *receivers.hosts])
+        ends = [host.open_channel.remote(address, number, size, timeout) for number, host in hosts]
         self.wait(ends[:1], "open channel")
         receivers.wait(ends[1:], "open channel")
 

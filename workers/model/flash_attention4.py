@@ -4,7 +4,6 @@ On long segments it is twice as fast as torch's kernel. It is registered as one 
 layers treat it as opaque and activation checkpointing can save its output.
 """
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dataproto.errors import InvalidConfig
+from dataproto.extras import installed_version
 from workers.model.segment_attention import Segments, flash_operator
 
 MAX_TORCH_QUERIES = 128
@@ -38,12 +38,10 @@ def check_usable() -> None:
     Raises:
         InvalidConfig: the package is missing, or the compute capability of the GPU is not in `CAPABILITIES`.
     """
-    try:
-        version("flash-attn-4")  # FlashAttention 2 has a module of the same name
-    except PackageNotFoundError:
+    if installed_version("flash-attn-4") is None:  # FlashAttention 2 has a module of the same name
         raise InvalidConfig(
             "flash_attention='fa4' needs the package flash-attn-4: pip install 'dataproto-vlm[fa4]', or set it to 'torch'"
-        ) from None
+        )
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         if major not in CAPABILITIES:

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from dataproto.transfer import move
 from dataproto.vlm.family import SoftCap
-from rollout.sampling import BANNED_LOGIT, project
+from rollout.sampling import ids_on, policy_logits_, project
 from workers.model.precision import in_autocast_dtype
 from workers.ranks.autograd_collectives import Peers, all_gather_tensor, all_reduce
 
@@ -151,13 +150,6 @@ def accumulate_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return product if total is None else total.add_(product)
 
 
-def _policy_logits_(logits: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
-    """Turns the model's logits into the policy's, in place."""
-    if temperature != 1.0:
-        logits.div_(temperature)
-    return logits if banned is None else logits.index_fill_(1, banned, BANNED_LOGIT)
-
-
 def _chunk_log_probs(
     logits: Tensor, targets: Tensor, temperature: float, banned: Tensor | None, entropy: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -166,7 +158,7 @@ def _chunk_log_probs(
     - log-probs of the targets, log-sum-exps of the logits and entropies (zero unless requested), ``(n,)`` each;
     - with ``keep``, the log-probs of all tokens ``(n, V)`` for the backward pass, else ``None``.
     """
-    logits = _policy_logits_(logits, temperature, banned)
+    logits = policy_logits_(logits, temperature, banned)
     log_sums = logits.logsumexp(1)
     chosen = logits.gather(1, targets[:, None]).squeeze(1) - log_sums
     if not entropy and not keep:
@@ -201,7 +193,7 @@ def _logit_gradient(
         grad: of the targets' log-probs ``(n,)``.
         entropy_terms: entropies ``(n,)`` and their gradients ``(n,)``.
     """
-    log_probs = kept if logits is None else _policy_logits_(logits, temperature, banned).sub_(log_sums[:, None])
+    log_probs = kept if logits is None else policy_logits_(logits, temperature, banned).sub_(log_sums[:, None])
     slope = -grad[:, None]
     if entropy_terms is not None:
         entropies, entropy_grad = entropy_terms
@@ -224,12 +216,6 @@ def _logit_gradient(
 
 
 @cache
-def ids_on(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """The ids as an int64 tensor, which is kept."""
-    return move(torch.tensor(ids, dtype=torch.int64), device)
-
-
-@cache
 def compiled_once(function: Any) -> Any:
     """A function of tensors, compiled for any number of tokens; the same for each call with it."""
     return torch.compile(function, dynamic=True)
@@ -241,7 +227,7 @@ def _part_statistics(
     """Three numbers for each token, ``(3, n)``, from this rank's part of the model's logits ``(n, V / size)``: log-sum-exp as
     the policy's, their mean under this part of the policy (0 unless ``entropy``), and the target's (0 if another rank has it).
     """
-    logits = _policy_logits_(logits, temperature, banned)
+    logits = policy_logits_(logits, temperature, banned)
     inside, place = _inside(targets, logits.shape[1])
     picked = torch.where(inside, logits.gather(1, place[:, None]).squeeze(1), 0.0)
     normaliser = logits.logsumexp(1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto.packing import PackedRows
+from dataproto.packing import PackedRows, boundaries
 from dataproto.transfer import move, on_host
 from dataproto.vlm import VLMFamily
 
@@ -59,31 +59,25 @@ class Pairs:
         owner = torch.repeat_interleave(torch.arange(len(used)), key_bounds.diff())
         chosen = paired[keys] & used[owner]
         predictors = on_host(rows.predictors)
+        cu_seqlens, longest = boundaries(lengths[used])
+        key_cu_seqlens, key_longest = boundaries(key_lengths[used])
         found = {
             "tokens": paired.nonzero().squeeze(1),
             "before": before[paired],
-            "cu_seqlens": _bounds(lengths[used]),
+            "cu_seqlens": cu_seqlens,
             "key_index": places[keys[chosen]],
-            "key_cu_seqlens": _bounds(key_lengths[used]),
+            "key_cu_seqlens": key_cu_seqlens,
             "predictors": places[predictors].clamp_min(0),
             "predicted": paired[predictors],
         }
         moved: dict[str, Any] = {name: move(value, device) for name, value in found.items()}
-        return cls(**moved, max_length=_longest(lengths), key_max_length=_longest(key_lengths[used]))
+        return cls(**moved, max_length=longest, key_max_length=key_longest)
 
 
 def _sums(chosen: Tensor, bounds: Tensor) -> Tensor:
     """How many of ``chosen (n,)`` bool are true between each two of the ``bounds``."""
     sums = torch.nn.functional.pad(chosen.cumsum(0), (1, 0))
     return sums[bounds].diff()
-
-
-def _longest(lengths: Tensor) -> int:
-    return int(lengths.max()) if len(lengths) else 0
-
-
-def _bounds(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def predicted_states(

@@ -202,9 +202,8 @@ class ShardedExport:
 
     def _stage(self) -> StageWeights:
         """The weights of this rank's pipeline stage; the last one writes those that the model does not use as well."""
-        sizes = {}
-        for base, weight, dtype in base_parameters(self.model, self.dtype, self.family.in_float32):
-            sizes[base] = weight.numel() * dtype.itemsize
+        weights = base_parameters(self.model, self.dtype, self.family.in_float32)
+        sizes = {base: weight.numel() * dtype.itemsize for base, weight, dtype in weights}
         sizes |= {name: buffer.nbytes for name, buffer in named_buffers(self.model)}
         if self.ranks.rank("pp") == self.ranks.size("pp") - 1:
             sizes |= self.unused.sizes

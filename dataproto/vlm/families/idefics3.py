@@ -34,8 +34,6 @@ def tile_grid(height: int, width: int, longest_edge: int, tile: int) -> tuple[in
     >>> tile_grid(480, 640, longest_edge=2048, tile=512), tile_grid(480, 640, longest_edge=512, tile=512)
     ((3, 4), (0, 0))
     """
-    if min(height, width) <= 0:
-        raise InvalidMedia(f"image of height {height} and width {width} is empty")
     wide, (long, short) = width >= height, (max(height, width), min(height, width))
     aspect = width / height
     short = _other_side(longest_edge, aspect, wide)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
+from dataproto.errors import InvalidConfig, MediaMismatch
 from dataproto.vlm.families.qwen3_5 import Qwen35
 from dataproto.vlm.media import Ids, PartedImages, check_limits
 
@@ -70,8 +70,6 @@ class Slices(PartedImages):
         self, height: int, width: int, processor: Any, options: Mapping[str, Any]
     ) -> tuple[tuple[int, int], list[tuple[int, int]]]:
         """Rows and columns of slices, and rows and columns of patches of each part, computed by the processor."""
-        if min(height, width) <= 0:
-            raise InvalidMedia(f"image of height {height} and width {width} is empty")
         size, scale, patch = (height, width), processor.scale_resolution, processor.patch_size
         more = {}
         # Newer versions of transformers have it.

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dataproto.vlm.costs import attention_weights, attention_width, patch_tower_flops
+from dataproto.vlm.costs import attention_weights, attention_width
+from dataproto.vlm.families.qwen3_vl import Qwen3VL
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, TensorPlan, VLMFamily
 
 CHUNK = 64  # Updates of a recurrent state by so many tokens are computed together.
@@ -36,6 +37,7 @@ class Qwen35(VLMFamily):
     unused_weights = ("mtp.*",)  # The model that trains has no prediction head.
     prediction_head = "mtp."
     tensor_plan = (*DECODER_PLAN, *RECURRENT_PLAN)
+    vision_flops = Qwen3VL.vision_flops
 
     def layer_weights(self, text: Any, layer: int) -> int:
         """Attention with an output gate, or the projections of a recurrent layer; and the MLP."""
@@ -58,13 +60,6 @@ class Qwen35(VLMFamily):
         return (
             4 * attention_width(text) * attending * pairs + (len(layers) - attending) * recurrence_flops(text) * lengths
         )
-
-    def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
-        """Full attention within a frame, and an MLP of two layers."""
-        vision = config.vision_config
-        width = int(vision.hidden_size)
-        mlp = 2 * width * int(vision.intermediate_size)
-        return patch_tower_flops(vision, grids, width, mlp, int(vision.out_hidden_size))
 
 
 class Qwen35Moe(Qwen35):

@@ -51,7 +51,7 @@ class Qwen3VL(VLMFamily):
     def vision_flops(self, config: Any, grids: Tensor) -> Tensor:
         """Full attention within a frame, an MLP of two layers, and one more merger for each deep level."""
         vision = config.vision_config
-        width, mergers = int(vision.hidden_size), 1 + len(vision.deepstack_visual_indexes)
+        width, mergers = int(vision.hidden_size), 1 + self.deep_layers(config)
         mlp = 2 * width * int(vision.intermediate_size)
         return patch_tower_flops(vision, grids, width, mlp, int(vision.out_hidden_size), mergers)
 
