@@ -187,7 +187,7 @@ class PromptLoader:
             if state.get(name) != own[name]:
                 raise CheckpointError(
                     f"the data position was saved with {name}={state.get(name)}, not {own[name]}: resume with the data of the "
-                    "run, or begin a new run from its weights"
+                    "run, of which eval-rows and eval-data-path may hold out rows, or begin a new run from its weights"
                 )
         self.drawn = int(state["drawn"])
         self.skipped = {int(index): str(reason) for index, reason in state["skipped"]}

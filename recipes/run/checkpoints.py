@@ -5,6 +5,7 @@ import io
 import pickle
 import sys
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -180,6 +181,13 @@ def restore(
         best.load_state_dict(saved.get("best", {}))
     set_random_states(saved["random"])
     return TakenStep(step, saved.get("metrics", {}), saved.get("evaluates", False))
+
+
+def check_position(run: RunConfig, loader: Loader) -> None:
+    """Raises `CheckpointError` if the newest checkpoint of a resumed run is of other rows, before a change of it is recorded."""
+    if run.resume and (found := latest_checkpoint(run.output_dir.absolute())):
+        state = _read_state(found[1] / STATE_FILE)["loader"]
+        copy(loader).load_state_dict(state.get("loader", state))  # which is within the state of carried samples
 
 
 def _read_state(file: Path) -> Mapping[str, Any]:

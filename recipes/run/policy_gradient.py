@@ -6,7 +6,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,7 @@ from recipes.run.look_ahead import LookAhead
 from recipes.run.loop import StepFunction, attempts, next_batch, train
 from recipes.run.out_of_memory import naming_options
 from recipes.run.phases import StepState
-from recipes.run.run_directory import (
-    held_directory,
-    open_run_directory,
-    over_epochs,
-    over_the_run,
-    reported,
-    with_function,
-)
+from recipes.run.run_directory import held_directory, open_run_directory, over_the_run, reported, with_function
 from recipes.run.tested_versions import tell_untested_versions
 from recipes.watch.console import LIBRARIES_FILE, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
@@ -201,8 +194,7 @@ def problems(config: PolicyGradientConfig, trains: bool = True) -> PolicyTask:
         loader = prompt_loader(config, builder, train_rows, shuffle=data.data_path is not None)
     if trains:
         tell_data(loader, *test_rows.values())
-    asked, config = config, replace(config, run=over_epochs(config.run, loader))
-    config = open_run_directory(config, config.updates, asked)
+    config = open_run_directory(config, config.updates, loader if trains else None)
     evaluate = evaluation_of_sets(config, builder, test_rows)
     return PolicyTask(config, model_path, builder, loader, reward, evaluate, played)
 

@@ -20,6 +20,7 @@ from recipes.options import options_of, settings_line, write_options
 from recipes.options.command_line import way_out_of_resuming
 from recipes.options.config_file import CHANGES, CONFIG_FILE
 from recipes.options.names import CHANGEABLE, FILES, FREE, PLACES
+from recipes.run.checkpoints import check_position
 from recipes.watch.console import show_summary
 from recipes.watch.loggers import flatten, read_json
 from recipes.watch.metrics_file import METRICS_FILE
@@ -200,23 +201,28 @@ def reported(directory: Path, started: float | None = None) -> Iterator[Path]:
         yield directory
 
 
-def open_run_directory(config: Config, updates: Mapping[str, int] | None = None, asked: Config | None = None) -> Config:
+def open_run_directory(
+    config: Config, updates: Mapping[str, int] | None = None, loader: PromptLoader | None = None
+) -> Config:
     """Prepares the directory of a run, and writes ``config.json``, ``config.yaml`` and ``environment.json`` there.
 
     Args:
-        config: the dataclass that describes the run, with what was filled in; see `recorded_run`.
+        config: the dataclass that describes the run; see `recorded_run`.
         updates: see `with_schedules`.
-        asked: the same as the user asked for it, for ``config.yaml``; ``config`` by default.
+        loader: of the rows to train on, which give the steps of ``run.epochs``.
 
     Returns:
-        The configuration with the lengths of its schedules.
+        The configuration with its steps and the lengths of its schedules.
 
     Raises:
         InvalidConfig: see `check_run_directory`.
         CheckpointError: ``resume`` is set, but the settings of the run in the directory differ (the first one is named), or are
-            unknown.
+            unknown, or its checkpoint is of other rows.
     """
-    asked = config if asked is None else asked
+    asked = config
+    if loader is not None:
+        check_position(config.run, loader)
+        config = replace(config, run=over_epochs(config.run, loader))  # type: ignore[type-var]
     config = with_schedules(config, updates or {})
     run: RunConfig = config.run
     directory = run.output_dir

@@ -1,7 +1,7 @@
 """Supervised training: one step, the held-out loss, and the run around them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -20,13 +20,7 @@ from recipes.run.loop import StepFunction, attempts, train
 from recipes.run.metrics import speed_metrics, timed
 from recipes.run.out_of_memory import naming_options
 from recipes.run.policy_gradient import begun, launched
-from recipes.run.run_directory import (
-    open_run_directory,
-    over_epochs,
-    over_the_run,
-    reported,
-    with_function,
-)
+from recipes.run.run_directory import open_run_directory, over_the_run, reported, with_function
 from recipes.watch.console import start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.report import REPORT_FILE
@@ -76,8 +70,7 @@ def run_supervised(config: Config, make_task: Callable[[Config, str], Supervised
             checkpoint_family(config.model_path)  # refuses an unknown model before anything is written
         with TemporaryDirectory() as folder, start_phase("reading data"):  # before anything is written or overwritten
             task = make_task(config, config.model_path or str(make_tiny_processors(Path(folder))))
-        asked, config = config, replace(config, run=over_epochs(config.run, task.loader))
-        config = open_run_directory(config, {"optimizer": 1}, asked)
+        config = open_run_directory(config, {"optimizer": 1}, task.loader)
         directory = config.run.output_dir
         model_path = config.model_path or str(tiny_model(directory / "model", config.run.seed, config.run.resume))
         limits = {"image_options": task.builder.image_options, "max_model_len": task.longest}

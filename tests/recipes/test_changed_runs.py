@@ -136,3 +136,20 @@ def test_two_sets_of_one_name_are_told_to_be_named(options, capsys):
     sets = ["--eval-data-path", "a/test.jsonl", "b/test.jsonl"]
     assert main([*options, *sets]) == 2
     assert "a/test.jsonl and b/test.jsonl are both 'test': write NAME=PATH" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["eval-rows=2", "eval-data-path={folder}/easy/test.jsonl"])
+def test_a_change_that_would_train_on_held_out_rows_is_refused_and_not_recorded(change, options, tmp_path, capsys):
+    folder, run = re.search(r"(\S+)/train.jsonl", " ".join(options))[1], tmp_path / "run"
+    rows = [json.dumps({"problem": f"Say {row}.", "answer": str(row)}) + "\n" for row in range(20)]
+    (tmp_path / "one.jsonl").write_text("".join(rows))
+    model, data = options[options.index("--model-path") + 1], str(tmp_path / "one.jsonl")
+    small = ["--batch-size", "2", "--algorithm.n", "2", "--max-response-length", "4", "--steps", "1", "--no-eval-first"]
+    assert main(["--preset", "tiny", "--model-path", model, "--data-path", data, *small, "--output-dir", str(run)]) == 0
+    before = (run / "config.json").read_text(), (run / "config.yaml").read_text()
+    assert main(["--resume", str(run), "--change", "steps=2", change.format(folder=folder)]) == 2
+    assert "saved with rows=16, not" in (said := capsys.readouterr().err)
+    assert "eval-rows and eval-data-path may hold out rows" in said
+    assert ((run / "config.json").read_text(), (run / "config.yaml").read_text()) == before
+    assert main(["--resume", str(run), "--change", "steps=2"]) == 0
