@@ -78,8 +78,8 @@ def answer_messages(answer: Any, index: int) -> list[Mapping[str, Any]]:
     """The messages of an answer: text, a number, typed parts, a message or several."""
     if isinstance(answer, Mapping):
         answer = [answer]
-    if isinstance(answer, row_values.LISTS) and len(answer):
-        typed = all(isinstance(part, Mapping) and part.get("type") and "role" not in part for part in answer)
+    if isinstance(answer, row_values.LISTS) and len(answer) and all(isinstance(part, Mapping) for part in answer):
+        typed = all(part.get("type") and "role" not in part for part in answer)
         return [{"role": "assistant", "content": list(answer)}] if typed else row_values.chat_messages(answer, index)
     text = row_values.plain_answer(answer)
     if not isinstance(text, str | int | float):

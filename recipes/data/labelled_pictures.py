@@ -1,6 +1,6 @@
 """Labelled pictures as conversations: a question about the picture, with the class as the answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,22 @@ from recipes.demo.classes import CLASSES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split
 from rollout.prompts.sources import media_file, media_list
 
-IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGES = (
+    ".jpg",
+    ".jpeg",
+    ".jfif",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+    ".jp2",
+    ".avif",
+)
 _SPLITS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
 """Names of the folders to train on, and to test."""
 
@@ -103,9 +118,12 @@ def labelled_data(
     """
     from torch.utils.data import Subset  # options are read without torch
 
-    how = columns, exclude, on_bad_row
+    how = columns, {*exclude, *(name.replace("_", " ") for name in exclude)}, on_bad_row
     train = LabelledPictures(source, "train", *how)
-    classes = tuple(label for label in train.classes if label not in exclude)
+    known = {*train.labels, *train.classes}
+    if unknown := sorted(name for name in exclude if not known & {name, name.replace("_", " ")}):
+        raise InvalidConfig(f"exclude: {source} has no class {unknown}; it has {sorted(map(str, known))[:10]}")
+    classes = tuple(label for label in train.classes if label not in how[1])
     if len(classes) < 2 and _has_images(Path(source)):
         raise InvalidConfig(f"{source} must have folders of images of at least two classes, but has {list(classes)}")
     opened = {name: LabelledPictures(path, "test", *how) for name, path in (sets or {}).items()}
@@ -146,14 +164,13 @@ def _has_test_split(source: str) -> bool:
     return False
 
 
-def _pictures_in(path: Path, split: Split, exclude: Sequence[str]) -> list[dict[str, Any]]:
+def _pictures_in(path: Path, split: Split) -> list[dict[str, Any]]:
     """The files in the folders of a folder, or of its folder for a split, with the folders' names as labels."""
     whole = next((path / name for name in _SPLITS[split] if (path / name).is_dir()), path)
     folders = sorted(each for each in whole.iterdir() if each.is_dir() and not each.name.startswith("."))
     return [
         {"image": file, "label": folder.name.replace("_", " ")}
         for folder in folders
-        if folder.name not in exclude
         for file in sorted(folder.iterdir())
         if file.suffix.lower() in IMAGES
     ]
@@ -166,10 +183,10 @@ class LabelledPictures:
     """
 
     def __init__(
-        self, source: str, split: Split, columns: tuple[str, str], exclude: Sequence[str], on_bad_row: OnBadRow
+        self, source: str, split: Split, columns: tuple[str, str], exclude: Collection[str], on_bad_row: OnBadRow
     ) -> None:
         if _has_images(Path(source)):
-            tables, self.name = [Table(_pictures_in(Path(source), split, exclude))], Path(source).resolve().name
+            tables, self.name = [Table(_pictures_in(Path(source), split))], Path(source).resolve().name
             columns = COLUMNS
         else:
             tables, self.name = open_tables(source, split)

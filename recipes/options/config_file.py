@@ -10,7 +10,7 @@ from typing import Any, ClassVar, get_args, get_origin
 import yaml
 
 from dataproto.errors import InvalidConfig, writing
-from recipes.options.names import ENDED
+from recipes.options.names import ENDED, own_name
 from recipes.options.option_table import Option, options_of, spelled_value
 
 OPTIONS_FILE, CONFIG_FILE = "config.yaml", "config.json"
@@ -120,8 +120,14 @@ def file_values(path: Path, options: Sequence[Option], without: Sequence[str] = 
         if key == CHANGES:
             continue
         if key not in known:
-            near = get_close_matches(key, known, 1, cutoff=0.0)
-            hint = ENDED.get(key) or f"the nearest is {known[near[0]].name!r}"
+            near = [name for name in known if name.endswith(f".{key}")] or get_close_matches(key, known, 1, cutoff=0.0)
+            hint = (
+                ENDED.get(key)
+                or f"the nearest is {' or '.join(dict.fromkeys(repr(known[name].name) for name in near))}"
+            )
+            ours = (own_name(key) or "").split(maxsplit=1)
+            if ours and ours[0].removeprefix("--") in known:
+                hint = f"here it is {': '.join(ours).removeprefix('--')!r}"
             raise InvalidConfig(f"{path}: there is no option {key!r}; {hint}")
         option = known[key]
         if option.name in given:

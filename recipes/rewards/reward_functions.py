@@ -334,6 +334,7 @@ def read_score(result: Any, place: str, function: Callable[..., Any]) -> dict[st
     for name in ("score", *({"acc"} & numbers.keys())):
         if finite_number(numbers, name) is None:
             kind = "a score" if name == "score" else "an accuracy ('acc')"
+            kind = kind if name in values else "the key 'score' is missing, which"
             raise RewardError(f"{place}: {_name(function)} returned {result!r}; {kind} must be a finite number")
     return numbers
 

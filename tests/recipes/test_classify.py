@@ -55,6 +55,19 @@ def test_a_folder_of_class_directories_gives_some_of_each_class_to_be_held_out(c
     assert len(labelled_data(str(caltech), 2, 0, Templates()).held_out[""]) == 2
 
 
+@pytest.mark.parametrize("name", ["red_ball", "red ball"])
+def test_a_class_is_left_out_by_the_name_of_its_folder_or_its_label(caltech, name):
+    assert "red ball" not in labelled_data(str(caltech), 4, 0, Templates(), exclude=[name]).classes
+    with pytest.raises(InvalidConfig, match=r"no class \['read ball'\]; it has \['BACKGROUND Google', 'Blue', 'green'"):
+        labelled_data(str(caltech), 4, 0, Templates(), exclude=[name, "read ball"])
+
+
+def test_folders_may_hold_pictures_of_any_format_that_is_read(tmp_path):
+    write_folder(tmp_path, {"stop": 3}, kind="ppm")
+    write_folder(tmp_path, {"yield": 3}, kind="jp2")
+    assert len(labelled_data(str(tmp_path), 4, 0, Templates()).train) == 4
+
+
 def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
     write_folder(tmp_path / "train", {"red_ball": 2, "Blue": 3})
     write_folder(tmp_path / "val", {"Blue": 2})

@@ -320,6 +320,14 @@ def test_a_file_that_cannot_be_imported(tmp_path):
         load_reward(f"{tmp_path / 'text.txt'}:f")
 
 
+def test_a_result_without_a_score_says_so():
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return {"acc": 1.0}
+
+    with pytest.raises(RewardError, match=r"row 0 .*the key 'score' is missing, which must be a finite number"):
+        from_verl(compute_score)(ROWS)
+
+
 def test_an_integer_beyond_all_floats_is_no_finite_score():
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return 10**400
