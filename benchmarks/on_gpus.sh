@@ -32,6 +32,7 @@ limited() {
 }
 
 checkpoint() { [ -d "$checkpoints/$1" ] || python benchmarks/random_checkpoint.py "$1" "$checkpoints/$1"; }
+engine_only() { python benchmarks/random_checkpoint.py "$1" "$2" --without-weights; } # 9B of weights take 60 to 100 s to write
 
 # preset NAME GIB OPTION ...: ten steps, on a card of so many GiB: another process holds the rest of this one.
 preset() {
@@ -110,11 +111,15 @@ for part in "$@"; do
             step recurrent 600 --gpus 2 --size qwen3.5-9b --prompts 32 --minibatch 32 --max-tokens 512 --whole-responses \
                 --token-budget 6144 --unsharded weights
             ;;
-        drafts) limited 600 drafts python benchmarks/draft_speed.py --size qwen3.5-9b --work "$out/drafts" --rows 16 32 64 --tokens 0 3 ;;
+        drafts)
+            engine_only qwen3.5-9b "$out/drafts/qwen3.5-9b"
+            limited 600 drafts python benchmarks/draft_speed.py --size qwen3.5-9b --work "$out/drafts" --rows 16 64 160 --samples 5 \
+                --response 256 --tokens 0 3 --options '{"load_format": "dummy"}'
+            ;;
         agents)
-            checkpoint 3b
-            limited 300 agents python benchmarks/agents.py rate --engine vllm --model "$checkpoints/3b" --conversations 384 \
-                --turn-tokens 64 --times 2 --options '{"max_num_seqs": 128}'
+            engine_only 3b "$out/3b"
+            limited 300 agents python benchmarks/agents.py rate --engine vllm --model "$out/3b" --conversations 256 \
+                --turn-tokens 64 --times 2 --options '{"max_num_seqs": 128, "load_format": "dummy"}'
             ;;
         larger)
             step larger 580 --gpus 4 --size 7b --token-budget 10240 --scoring-token-budget 32768 --unsharded auto \

@@ -3,6 +3,7 @@ network.
 
 python benchmarks/random_checkpoint.py 7b OUTPUT_DIRECTORY
 python benchmarks/random_checkpoint.py qwen3.5-9b OUTPUT_DIRECTORY
+python benchmarks/random_checkpoint.py 3b OUTPUT_DIRECTORY --without-weights     # for engines with ``load_format`` "dummy"
 """
 
 import subprocess
@@ -29,21 +30,26 @@ def make(path: Path, size: str) -> Path:
     return path
 
 
-def write(path: Path, size: str) -> Path:
-    """Writes the checkpoint in bfloat16."""
+def write(path: Path, size: str, weights: bool = True) -> Path:
+    """Writes the checkpoint in bfloat16, or all but its weights."""
     make_tiny_model(path)  # tokenizer, image processor, generation settings
     if size == "tiny":
         return path
     tiny = Qwen2_5_VLConfig.from_pretrained(path)
     config = _qwen3_5(path, size, tiny) if "qwen3.5" in size else _qwen2_5_vl(path, size, tiny)
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device("meta" if not weights else "cuda" if torch.cuda.is_available() else "cpu"):
         torch.set_default_dtype(torch.bfloat16)
         model = family_of(config).model_class().from_config(config)
         torch.set_default_dtype(torch.float32)
     for file in path.glob("*.safetensors"):
         file.unlink()
-    model.save_pretrained(path)
+    if weights:
+        model.save_pretrained(path)
+        return path
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(path)
+    model.generation_config.save_pretrained(path)
     return path
 
 
@@ -86,4 +92,4 @@ def _qwen3_5(path: Path, size: str, tiny: Any) -> Any:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[2]), sys.argv[1])
+    write(Path(sys.argv[2]), sys.argv[1], weights="--without-weights" not in sys.argv)
