@@ -130,8 +130,8 @@ class Barriers:
         if asked.optimizer and checkpoint.kind != "weights":
             raise InvalidRequest(f"{asked.path} holds no optimizer state: load a checkpoint of save_state")
         writer = self.catalogue.runs[checkpoint.run]
-        if asked.base_model not in (None, writer.base_model):
-            raise InvalidRequest(f"{asked.path} is an adapter of {writer.base_model}, not of {asked.base_model}")
+        if others := {asked.base_model, run.base_model} - {None, "", writer.base_model}:
+            raise InvalidRequest(f"{asked.path} is an adapter of {writer.base_model}, not of {others.pop()}")
         place = self._snapshot_place(run, entry.seq)
         with self.samples.hold(checkpoint.directory):
             await self._link_files(self.catalogue.place(checkpoint.directory), place, asked.optimizer)

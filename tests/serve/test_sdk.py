@@ -168,6 +168,15 @@ def test_mistakes_fail_their_own_request_by_name_and_the_run_goes_on(client):
     )
 
 
+def test_a_run_does_not_load_a_checkpoint_of_another_base_model(service, client):
+    other = service.create_lora_training_client("Qwen/Qwen3-4B-Instruct-2507", rank=4, seed=5).result()
+    path, before = other.save_state("state").result().path, client.forward([datum(1, 2)], "cross_entropy").result()
+    message = f"{path} is an adapter of Qwen/Qwen3-4B-Instruct-2507, not of {MODEL}"
+    assert message in failure(client.load_state(path))
+    assert message in failure(client.load_state_with_optimizer(path))
+    assert client.forward([datum(1, 2)], "cross_entropy").result().metrics == before.metrics
+
+
 def test_a_model_that_cannot_be_made_fails_at_its_creation(service):
     assert "rank of at most 32" in failure(service.create_lora_training_client(MODEL, rank=1000))
 
