@@ -1,6 +1,7 @@
 """The requests of a run that are carried out alone: creation, updates, saving and loading; and snapshots of runs."""
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -132,6 +133,10 @@ class Barriers:
         writer = self.catalogue.runs[checkpoint.run]
         if others := {asked.base_model, run.base_model} - {None, "", writer.base_model}:
             raise InvalidRequest(f"{asked.path} is an adapter of {writer.base_model}, not of {others.pop()}")
+        theirs, ours = _shape(writer), _shape(run)
+        if entry.seq and theirs != ours:
+            way_out = "create_training_client_from_state makes a run of it"
+            raise InvalidRequest(f"{asked.path} is an adapter with {theirs}, and this run's has {ours}: {way_out}")
         place = self._snapshot_place(run, entry.seq)
         with self.samples.hold(checkpoint.directory):
             await self._link_files(self.catalogue.place(checkpoint.directory), place, asked.optimizer)
@@ -349,3 +354,8 @@ def remove_run_files(directory: Path) -> None:
     """Removes the snapshots of a run that has ended."""
     for path in directory.glob("snapshot-*"):
         directories.remove_directory(path)
+
+
+def _shape(run: Run) -> dict[str, Any]:
+    """What two adapters have in common if the weights of one fit the other."""
+    return {name: value for name, value in json.loads(run.lora or "{}").items() if name != "seed"}

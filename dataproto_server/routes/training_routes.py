@@ -132,7 +132,8 @@ def _not_yet(service: Service, request_id: str) -> Response:
     lane = service.scheduler.lanes.get(request_id.rpartition(":")[0])
     state = ACTIVE if service.link.connected and not (lane and lane.resting) else PAUSED
     body = {"type": "try_again", "request_id": request_id, "queue_state": state}
-    body["queue_state_reason"] = service.futures.pending[request_id].reason()
+    known = service.futures.pending.get(request_id)  # none if it was answered and dropped a moment ago
+    body["queue_state_reason"] = "" if known is None else known.reason()
     return JSONResponse(body, 408)
 
 

@@ -168,6 +168,15 @@ def test_mistakes_fail_their_own_request_by_name_and_the_run_goes_on(client):
     )
 
 
+def test_a_run_does_not_load_an_adapter_of_another_shape(service, client):
+    other = service.create_lora_training_client(MODEL, rank=8, seed=5, train_mlp=False).result()
+    path = other.save_state("other").result().path
+    message = failure(client.load_state(path))
+    assert f"{path} is an adapter with {{'rank': 8, 'train_attn': True, 'train_mlp': False" in message
+    assert "create_training_client_from_state makes a run of it" in message
+    assert "/state/" not in message
+
+
 def test_a_run_does_not_load_a_checkpoint_of_another_base_model(service, client):
     other = service.create_lora_training_client("Qwen/Qwen3-4B-Instruct-2507", rank=4, seed=5).result()
     path, before = other.save_state("state").result().path, client.forward([datum(1, 2)], "cross_entropy").result()
