@@ -50,6 +50,18 @@ def test_episodes_have_the_same_tokens_on_both_engines(setup, last_pictures):
             assert a.log_probs == pytest.approx(b.log_probs, abs=1e-4)
 
 
+def test_pictures_of_episodes_are_not_digested_again_for_vllm(setup, monkeypatch):
+    def digested(image):
+        raise AssertionError("a picture whose key is known")
+
+    monkeypatch.setattr("rollout.vllm.prompt_rendering.image_key", digested)
+    played = play_episodes(setup.vllm, TurnRenderer(setup.builder), starts_of(6), DrawnEnvironment, SAMPLING, LIMITS)
+    assert {episode.ended for episode in played} <= {"done", "turns", "tokens", "length"}
+    keys = [episode.request.image_keys for episode in played]
+    assert [len(each) for each in keys] == [len(each.request.multi_modal_data["image"]) for each in played]
+    assert len({key for each in keys for key in each}) > 1
+
+
 def test_episodes_that_are_stopped_go_on_with_the_same_tokens(setup):
     """One group at a time, with the environments that are there and with new ones that repeat the actions."""
     renderer = TurnRenderer(setup.builder)
