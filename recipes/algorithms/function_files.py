@@ -39,7 +39,7 @@ def load_named_function(name: str, kind: str, error: type[DataProtoError]) -> Ca
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         del sys.modules[module_name]
         raise error(f"{path} cannot be imported: {describe(failure, str(path))}") from failure
     function = getattr(module, attribute, None)
@@ -67,7 +67,7 @@ def in_users_function(name: str, function: Callable[..., Any]) -> Iterator[None]
         yield
     except DataProtoError:
         raise
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         if ":" not in name:
             raise
         raise UserFunctionFailed(f"{name} raised {describe(failure, source_file(function))}") from failure

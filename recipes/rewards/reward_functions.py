@@ -368,7 +368,7 @@ def _call_all(function: Callable[..., Any], calls: Sequence[Mapping[str, Any]], 
     for call, place in zip(calls, places, strict=True):
         try:
             results.append(function(**call))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _failure(function, place, error) from error
     if not any(map(inspect.isawaitable, results)):
         return results

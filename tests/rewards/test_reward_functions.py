@@ -320,6 +320,17 @@ def test_a_file_that_cannot_be_imported(tmp_path):
         load_reward(f"{tmp_path / 'text.txt'}:f")
 
 
+def test_a_function_or_a_file_that_ends_the_program_is_named(tmp_path):
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        raise SystemExit(3)
+
+    with pytest.raises(RewardError, match=r"row 0 .*compute_score.*SystemExit: 3"):
+        from_verl(compute_score)(ROWS)
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(RewardError, match=r"script.py cannot be imported: SystemExit: 0"):
+        load_reward(f"{tmp_path / 'script.py'}:f")
+
+
 def test_a_result_without_a_score_says_so():
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return {"acc": 1.0}
