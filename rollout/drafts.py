@@ -4,9 +4,9 @@ A draft changes no token: the engine draws each token from the sample's own rand
 the one that was drawn (exact-match speculation). After prompt lookup decoding (Saxena 2023), with siblings in addition to
 the prompt.
 
-A draft of which no token is drawn has cost the engine some work. A sample that had many of them one after another gets none for
-some passes, and then one to see whether that has changed. Few would do if rows were alone: but a pass in which others have
-drafts lasts about as long for a row without one.
+A draft is refused if the engine draws none of its tokens; it has then cost work for nothing. A sample pauses after `PATIENCE`
+refused drafts in a row: it gets no draft for `PAUSE` passes of the engine, and then one more. A smaller patience would slow down
+rows whose drafts are often kept, because a pass lasts as long for a row without a draft when other rows have one.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -17,9 +17,9 @@ from torch import Tensor
 NGRAM_SIZES = (4, 2)
 """How many last tokens are looked up, largest first."""
 PATIENCE = 12
-"""Drafts of a sample, one after another, of which no token is drawn, before it goes without."""
+"""The number of refused drafts in a row after which a sample pauses."""
 PAUSE = 64
-"""Passes without a draft."""
+"""The number of passes that a pause lasts."""
 
 
 @dataclass(eq=False)
@@ -38,8 +38,8 @@ class _Sample:
     last: list[int]  # tokens
     drafted: bool = False  # in its last pass
     added: int = 0  # tokens since then
-    refused: int = 0  # drafts, one after another
-    pause: int = 0  # passes without a draft that are left
+    refused: int = 0  # drafts in a row
+    pause: int = 0  # passes that are left of its pause
 
 
 class Drafts:
@@ -56,7 +56,7 @@ class Drafts:
     """
 
     def __init__(self, banned_ids: Collection[int] = (), by_head: bool = False) -> None:
-        """``banned_ids`` are never drawn, so a draft ends before them. ``by_head``: a head drafts where nothing is found."""
+        """``banned_ids`` are never drawn, so a draft ends before them. ``by_head``: a head drafts if nothing is found."""
         self._banned, self._by_head = frozenset(banned_ids), by_head
         self._groups: dict[Hashable, _Group] = {}
         self._samples: dict[int, _Sample] = {}
@@ -79,7 +79,7 @@ class Drafts:
 
     def next_tokens(self, number: int, most: int) -> list[int] | None:
         """At most ``most`` tokens that may follow, asked for once before each pass of the engine; none if the sample's last
-        tokens are new to its group, and ``None`` if it is to go without a draft.
+        tokens are new to its group, and ``None`` while it pauses.
         """
         sample = self._samples[number]
         if sample.drafted:  # the pass then drew one token, and those of the draft that it kept

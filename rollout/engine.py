@@ -102,7 +102,9 @@ class Request:
     seed: int = 0  # of this sample's random stream (see `rollout.sampling.turn_seed`)
     uid: str = ""  # of its prompt, for messages
     image_keys: Sequence[bytes] = ()
-    """Digests of its images, as far as they are known, so that engines need not look at all pixels in each turn."""
+    """A digest of each image of ``multi_modal_data``, in order, so that engines need not read all pixels in each turn. Empty if
+    they are not known.
+    """
     drawn: int = 0
     """Numbers already drawn from the random stream: a response that continues after ``drawn`` of its tokens."""
 

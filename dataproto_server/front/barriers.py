@@ -357,5 +357,5 @@ def remove_run_files(directory: Path) -> None:
 
 
 def _shape(run: Run) -> dict[str, Any]:
-    """What two adapters have in common if the weights of one fit the other."""
+    """The settings of a run's adapter that decide the shapes of its weights."""
     return {name: value for name, value in json.loads(run.lora or "{}").items() if name != "seed"}

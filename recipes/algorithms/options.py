@@ -320,7 +320,7 @@ def _columns(data: DataProto) -> dict[str, Any]:
 
 
 def check_shape(what: str, found: object, like: Tensor, each: str = "token") -> None:
-    """Raises `InvalidColumn` unless ``what`` returned one number for each, as ``like``."""
+    """Raises `InvalidColumn` unless ``found``, which ``what`` returned, has the shape of ``like``: one number for ``each``."""
     from torch import Tensor
 
     if not isinstance(found, Tensor) or found.shape != like.shape:

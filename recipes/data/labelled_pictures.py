@@ -32,6 +32,7 @@ IMAGES = (
     ".jp2",
     ".avif",
 )
+"""Endings of the files in folders that are read as images."""
 _SPLITS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
 """Names of the folders to train on, and to test."""
 

@@ -100,7 +100,7 @@ def test_tokens_are_those_without_drafts(engines, temperature, top_k, max_tokens
 
 
 def drafted_in(passes, kept):
-    """In which of so many passes the head drafts for a sample, of which one token is drawn in the passes ``kept``."""
+    """The numbers of the passes in which a head drafts for a sample. In those of ``kept`` the engine draws a drafted token."""
     sample, found = Drafts(by_head=True), []
     sample.open(0, "", torch.tensor([1, 2]))
     for number in range(passes):
