@@ -16,9 +16,10 @@ is the client's; without sockets the endpoint is in that thread. The last line i
 transport that answers at once.
 
 ``rate`` plays such conversations, with larger pictures and replies of about ``--turn-tokens``, on a real engine in the same three
-ways, and prints the medians of tokens a second and their share of those of `EpisodePlan`. CHECKPOINT is one of
-``random_checkpoint.py``; by default a small model. An episode ends early after a reply without an end. Give more
-conversations than the engine decodes at a time (``--options '{"max_num_seqs": 128}'``): else the longest episode decides.
+ways, and with the agents in a process of their own. It prints the medians of tokens a second and their share of those of
+`EpisodePlan`. CHECKPOINT is one of ``random_checkpoint.py``; by default a small model. An episode ends early after a reply
+without an end. Give more conversations than the engine decodes at a time (``--options '{"max_num_seqs": 128}'``): else the
+longest episode decides.
 """
 
 import argparse
@@ -47,7 +48,7 @@ from PIL import Image  # noqa: E402
 from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
 from recipes.walk import WALK  # noqa: E402
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
-from rollout.agents import agent_loop  # noqa: E402
+from rollout.agents import agent_loop, agent_process, in_process  # noqa: E402
 from rollout.agents.agent import task_messages  # noqa: E402
 from rollout.agents.messages import Ask, Reply  # noqa: E402
 from rollout.agents.wire_replies import chat_body  # noqa: E402
@@ -91,7 +92,7 @@ def learning(options: argparse.Namespace) -> None:
 def train(folder: Path, recipe: str, seed: int, agent: str | None) -> None:
     """A run in a process of its own."""
     kept = f"--eval-every 20 --save-every 0 --keep-rollouts 0 --output-dir {folder}"
-    command = f"-m recipes.{recipe} --seed {seed} {SETTINGS[recipe]} {kept}"
+    command = f"-m recipes {recipe} --seed {seed} {SETTINGS[recipe]} {kept}"
     more = [] if agent is None else ["--agent", f"{HERE.parent / 'docs' / 'picture_agents.py'}:{agent}"]
     began = os.times()
     subprocess.run(
@@ -173,15 +174,20 @@ class Agent:
         return 1.0
 
 
+@cache
+def shared_client(app: Any) -> Any:
+    """That of all conversations of a rollout."""
+    return openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app))
+
+
 class WithoutSockets:
     """The same by OpenAI's client, which all conversations share as far as a user can share it."""
 
     def __init__(self, side: int) -> None:
         self.side = side
-        self.clients = cache(lambda app: openai.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app)))
 
     async def __call__(self, task: Any) -> float:
-        await talk(self.clients(task.app), task.api_key, self.side)
+        await talk(shared_client(task.app), task.api_key, self.side)
         return 1.0
 
 
@@ -220,12 +226,12 @@ def client_alone(conversations: int) -> float:
 def overhead(options: argparse.Namespace) -> None:
     used: dict[str, float] = {}
 
-    class Endpoint(agent_loop.Endpoint):
+    class Endpoint(agent_process.Endpoint):
         def __exit__(self, *error: object) -> None:
             used["endpoint"] = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
             super().__exit__(*error)
 
-    agent_loop.Endpoint = Endpoint  # type: ignore[misc]
+    agent_process.Endpoint = Endpoint  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(Path(folder), 0, WALK.model, WALK.texts)
         builder = PromptBuilder.from_pretrained(folder, 256)
@@ -278,6 +284,8 @@ def rate(options: argparse.Namespace) -> None:
         "play": EpisodePlan(partial(Shows, side), limits),
         "httpx": agent_loop.AgentPlan(Agent(side), limits),
         "openai, no sockets": agent_loop.AgentPlan(WithoutSockets(side), limits),
+        "httpx, in a process": agent_loop.AgentPlan(in_process(Agent(side)), limits),
+        "openai, in a process": agent_loop.AgentPlan(in_process(WithoutSockets(side)), limits),
     }
     ways: dict[str, Any] = {
         name: partial(plan.play, engine, renderer, sampling=sampling) for name, plan in plans.items()

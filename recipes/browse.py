@@ -30,7 +30,7 @@ from recipes.run.episode_roles import Played
 from recipes.run.policy_gradient import PolicyTask, prompt_builder, prompt_loader, run
 from recipes.run.run_directory import open_run_directory
 from recipes.run.synthetic_environment import MODEL, SmallModel, controlled_evaluation, demonstrated_model
-from rollout.agents import AgentPlan, AgentTask
+from rollout.agents import AgentPlan, AgentTask, in_process
 
 SIDE, BUTTON = 112, 48  # pixels of a page and of its button
 CLICKS = [f"{x} {y}" for x in range(14, SIDE, 28) for y in range(14, SIDE, 28)]
@@ -152,7 +152,8 @@ def browse_task(config: BrowseConfig) -> PolicyTask:
     own, unseen = (PageRows(0, "test", config.data.eval_rows, opacity) for opacity in (1, 0))
     evaluate = controlled_evaluation(config, lambda step: own, [unseen], builder)
     loader = prompt_loader(config, builder, PageRows(config.run.seed), shuffle=False)
-    return PolicyTask(config, model, builder, loader, None, evaluate, Played(AgentPlan(press, config.agents.limits())))
+    played = Played(AgentPlan(in_process(press), config.agents.limits()))
+    return PolicyTask(config, model, builder, loader, None, evaluate, played)
 
 
 main = training_command(parse, run, step_for, lambda _: browse_task)

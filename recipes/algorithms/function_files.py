@@ -1,18 +1,52 @@
 """Users' functions that a command line names as ``FILE.py:FUNCTION``: loading them, and their errors."""
 
 import contextlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dataproto.errors import DataProtoError, UserFunctionFailed, describe
 
 
+@dataclass(frozen=True)
+class NamedFunction:
+    """A function of a user's file. Unpickled it is the function itself, of the file as it was, in a process on any machine."""
+
+    module: str
+    path: str
+    code: bytes
+    name: str
+
+    def load(self) -> Any:
+        """Runs the file, and returns what has the name, if something has. Raises what the file raises."""
+        module = sys.modules[self.module] = ModuleType(self.module)
+        module.__file__ = self.path
+        try:
+            exec(compile(self.code, self.path, "exec"), module.__dict__)
+        except BaseException:
+            del sys.modules[self.module]
+            raise
+        return getattr(module, self.name, None)
+
+    def __reduce__(self) -> Any:
+        return _loaded, (self.module, self.path, self.code, self.name)
+
+
+def _loaded(*of: Any) -> Any:
+    return NamedFunction(*of).load()
+
+
 def load_named_function(name: str, kind: str, error: type[DataProtoError]) -> Callable[..., Any]:
-    """Runs the file that ``FILE.py:FUNCTION`` names and returns the function.
+    """Runs the file that ``FILE.py:FUNCTION`` names and returns the function; see `named_function`."""
+    return named_function(name, kind, error)[1]
+
+
+def named_function(name: str, kind: str, error: type[DataProtoError]) -> tuple[NamedFunction, Callable[..., Any]]:
+    """Runs the file that ``FILE.py:FUNCTION`` names and returns the function, and what other processes get of it.
 
     Args:
         name: ``FILE.py:FUNCTION``.
@@ -31,23 +65,19 @@ def load_named_function(name: str, kind: str, error: type[DataProtoError]) -> Ca
         raise error(f"{name!r} is not the name of a {kind}: {way_out}")
     if not path.is_file():
         raise error(f"{name!r}: there is no file {path}")
-    module_name = f"{kind}_{path.stem}_{abs(hash(path.resolve())):x}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise error(f"{name!r}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
+    module = f"{kind}_{path.stem}_{abs(hash(path.resolve())):x}"
+    named = NamedFunction(module, str(path), path.read_bytes(), attribute)
     try:
-        spec.loader.exec_module(module)
+        function = named.load()
     except (Exception, SystemExit) as failure:
-        del sys.modules[module_name]
         raise error(f"{path} cannot be imported: {describe(failure, str(path))}") from failure
-    function = getattr(module, attribute, None)
     if not callable(function):
-        functions = inspect.getmembers(module, inspect.isfunction)
-        defined = [key for key, value in functions if value.__module__ == module_name]
+        functions = inspect.getmembers(sys.modules[module], inspect.isfunction)
+        defined = [key for key, value in functions if value.__module__ == module]
         raise error(f"{path} has no function {attribute!r}; it defines {', '.join(defined) or 'none'}")
-    return function
+    return named, function
 
 
 def source_file(function: Callable[..., Any]) -> str | None:

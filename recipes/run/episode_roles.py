@@ -12,10 +12,10 @@ import numpy as np
 from dataproto import DataProto
 from dataproto.columns import require, taken_names
 from dataproto.errors import InvalidConfig, UserFunctionFailed
-from recipes.algorithms.function_files import load_named_function
+from recipes.algorithms.function_files import load_named_function, named_function
 from recipes.algorithms.turn_advantages import uncut_tokens
 from recipes.configs.shared.rollout_options import EpisodeOptions
-from rollout.agents import Agent, AgentPlan, CommandAgent
+from rollout.agents import AgentApart, AgentPlan, CommandAgent, in_process
 from rollout.agents.agent import MOST_PROCESSES
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodePlan, MakeEnvironment
@@ -36,15 +36,16 @@ def load_environment(name: str) -> MakeEnvironment:
     return load_named_function(name, "environment", InvalidConfig)
 
 
-def load_agent(name: str, memory_gib: float | None = None, processes: int = MOST_PROCESSES) -> Agent:
-    """The agent that a command line names as ``FILE.py:NAME``, or as a command of several words, for which the limits are.
+def load_agent(name: str, memory_gib: float | None = None, processes: int = MOST_PROCESSES) -> AgentApart:
+    """The agent that a command line names as ``FILE.py:NAME``, or as a command of several words, for which the limits are. It
+    runs in a process of its own.
 
     Raises:
         InvalidConfig: the file or the name does not exist, or the file cannot be imported.
     """
     if " " in name.strip():
-        return CommandAgent(name, memory_gib, processes)
-    return load_named_function(name, "agent", InvalidConfig)
+        return in_process(CommandAgent(name, memory_gib, processes))
+    return in_process(named_function(name, "agent", InvalidConfig)[0])
 
 
 @dataclass(frozen=True)

@@ -4,5 +4,6 @@ from .agent_loop import (
     AgentPlan as AgentPlan,
     agent_columns as agent_columns,
 )
+from .agent_process import AgentApart as AgentApart, in_process as in_process
 from .endpoint import Endpoint as Endpoint
 from .verifiers_agent import VerifiersAgent as VerifiersAgent

@@ -21,7 +21,7 @@ from typing import Any
 
 from PIL import Image
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, describe
 from rollout.environments.environment import awaited
 from rollout.prompts.sounds import wav_file
 
@@ -42,7 +42,7 @@ class AgentTask:
 
     ``base_url`` is that of OpenAI's clients, ``server_url`` that of Anthropic's. ``messages`` are those of the row, in the form
     of chat/completions with pictures as data URIs; ``tools`` are its tools. ``app`` is the policy as an ASGI application, for
-    clients that need no connection as they are in this process: ``httpx.AsyncClient(transport=httpx.ASGITransport(task.app))``.
+    clients that need no connection: ``httpx.AsyncClient(transport=httpx.ASGITransport(task.app))``.
     """
 
     base_url: str
@@ -74,12 +74,34 @@ class Rewarded:
 
 
 @dataclass(frozen=True)
+class Raised:
+    """Why an agent failed, as a process can send it."""
+
+    told: str  # with the line of the agent's file
+    causes: tuple[str, ...]  # the error, and those that it came from
+    memory: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, file: str | None = None) -> "Raised":
+        """The error, and those that it came from."""
+        waiting: list[BaseException | None] = [error]
+        seen, causes = set[int](), list[str]()
+        while waiting:
+            each = waiting.pop()
+            if each is not None and id(each) not in seen:
+                seen.add(id(each))
+                causes.append(describe(each))
+                waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+        return cls(f"the agent raised {describe(error, file)}", tuple(causes), isinstance(error, MemoryError))
+
+
+@dataclass(frozen=True)
 class Ended:
     """An agent returned or raised."""
 
     episode: int
     outcome: Any = None
-    error: BaseException | None = None
+    error: Raised | None = None
 
 
 @cache
@@ -144,9 +166,13 @@ class AgentHost:
     def _ended(self, episode: int, done: "Future[Any]") -> None:
         if not done.cancelled():
             error = done.exception()
-            self.inbox.put(Ended(episode, None if error else done.result(), error))
+            self._tell(episode, None if error else done.result(), error)
         elif episode in self._running:  # not by us
-            self.inbox.put(Ended(episode, error=RuntimeError("its task was cancelled")))
+            self._tell(episode, error=RuntimeError("its task was cancelled"))
+
+    def _tell(self, episode: int, outcome: Any = None, error: BaseException | None = None) -> None:
+        file = getattr(getattr(self.agent, "__code__", None), "co_filename", None)
+        self.inbox.put(Ended(episode, outcome, None if error is None else Raised.of(error, file)))
 
     async def _awaited(self, task: AgentTask) -> Outcome:
         try:
@@ -160,9 +186,9 @@ class AgentHost:
             found: Any = self.agent(task)
             if inspect.isawaitable(found):  # of an async function in a wrapper
                 found = asyncio.run_coroutine_threadsafe(awaited(found), self._loop).result()
-            self.inbox.put(Ended(episode, found))
+            self._tell(episode, found)
         except BaseException as error:  # SystemExit too: it ends the episode, not the run
-            self.inbox.put(Ended(episode, error=error))
+            self._tell(episode, error=error)
 
 
 def task_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

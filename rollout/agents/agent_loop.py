@@ -6,19 +6,18 @@ import math
 import numbers
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from dataproto import DataProto, object_array
-from dataproto.errors import InvalidConfig, InvalidPrompt, describe, end_after, ending
-from rollout.agents.agent import Agent, AgentHost, AgentTask, Ended, Rewarded, task_messages
+from dataproto.errors import InvalidConfig, InvalidPrompt, end_after, ending
+from rollout.agents.agent import Agent, Ended, Raised, Rewarded, task_messages
+from rollout.agents.agent_process import AgentApart, AgentsApart, AgentsHere
 from rollout.agents.conversations import AgentTurn, Conversations, Prompts
-from rollout.agents.endpoint import Asked, Endpoint
+from rollout.agents.endpoint import Asked
 from rollout.agents.messages import Refused, Reply, TokenLogProb, read_reply
 from rollout.agents.wire_replies import CONTEXT
 from rollout.continuation import BegunTurn, Tokens, continued
@@ -30,8 +29,6 @@ from rollout.environments.held_episodes import Decoding, Plan
 from rollout.prompts.image_processing import batch_of
 from rollout.prompts.messages import read_tools
 
-MODEL = "policy"
-"""The name of the model on the endpoint; requests may name it otherwise."""
 LOOK_SECONDS = 0.05
 """Between looks at the limits of time, and at whether further agents can begin."""
 
@@ -60,7 +57,7 @@ class AgentPlan(Plan):
     time of the agent between its requests, and ``last_pictures`` is the agent's own choice.
     """
 
-    agent: Agent
+    agent: Agent | AgentApart
     limits: EpisodeLimits
 
     def run(self) -> "AgentRun":
@@ -93,7 +90,7 @@ class _Live:
     def __init__(self, number: int, start: EpisodeStart, begun: Sequence[BegunTurn] = ()) -> None:
         """``begun``: what an earlier process has sampled. The agent gets it where it asks for the same again."""
         self.number, self.start = number, start
-        self.key = ""
+        self.called = False  # its agent
         self.in_flight: dict[int, AgentTurn] = {}  # by the number in the engine
         self.stopped: list[AgentTurn] = []  # Turns that continue when the engine does.
         self.repeated = {turn.state.partition(" ")[0]: turn for turn in begun}  # by the seed of the request
@@ -154,19 +151,15 @@ class AgentRun:
     it asks for the same as then, it gets what was sampled then; else its requests are sampled as new ones.
     """
 
-    def __init__(self, agent: Agent, limits: EpisodeLimits) -> None:
+    def __init__(self, agent: Agent | AgentApart, limits: EpisodeLimits) -> None:
         """Raises `InvalidConfig` if ``limits`` has ``last_pictures``."""
         if limits.last_pictures is not None:
             raise InvalidConfig("last_pictures: an agent keeps its own history, so it leaves out pictures itself")
         self.limits = limits
         self.lives: dict[int, _Live] = {}  # by number
-        self.inbox: SimpleQueue[Any] = SimpleQueue()
-        self.endpoint, self.host = Endpoint(self.inbox, MODEL), AgentHost(agent, self.inbox)
+        self.agents = AgentsApart(agent) if isinstance(agent, AgentApart) else AgentsHere(agent)
         self._opened = 0
-        with ExitStack() as stack:
-            stack.enter_context(self.endpoint)
-            stack.enter_context(self.host)
-            self._up = stack.pop_all()
+        self.agents.__enter__()
 
     @property
     def held(self) -> list[_Live]:
@@ -182,21 +175,20 @@ class AgentRun:
     def drop(self, live: _Live) -> None:
         """Ends an episode that does not go on."""
         del self.lives[live.number]
-        if live.key and live.ended is None:
+        if live.called and live.ended is None:
             self._shut(live)
 
     def close(self) -> None:
         """Ends all agents."""
-        end_after(None, self._refuse_all, self._up.close)
+        end_after(None, self._refuse_all, partial(self.agents.__exit__, None, None, None))
 
     def _refuse_all(self) -> None:
         """Answers every request: nobody waits for an endpoint that is gone."""
         for live in self.lives.values():
-            if live.key:
-                self.endpoint.shut(live.key)
+            if live.called and live.ended is None:
+                self.agents.end(live.number)
             self._refuse_waiting(live)
-        while not self.inbox.empty():
-            event = self.inbox.get()
+        while (event := self.agents.next(0.0)) is not None:
             if isinstance(event, Asked):
                 event.replies.set_exception(episode_over())
 
@@ -226,7 +218,7 @@ class AgentRun:
         """Gives the engine the turns that were stopped."""
         now = time.monotonic()
         for live in self.episodes:
-            if not live.key:
+            if not live.called:
                 live.talk = Conversations(live.start, prompts)
                 continue
             live.talk.prompts = prompts
@@ -251,35 +243,24 @@ class AgentRun:
 
     def _begin_further(self) -> None:
         """Begins episodes while no more than `CommandAgent.at_once` run."""
-        running = sum(bool(live.key) and live.ended is None for live in self.lives.values())
-        room = getattr(self.host.agent, "at_once", len(self.episodes) + running) - running
-        for live in [live for live in self.episodes if not live.key][: max(room, 0)]:
+        running = sum(live.called and live.ended is None for live in self.lives.values())
+        room = len(self.episodes) if self.agents.at_once is None else self.agents.at_once - running
+        for live in [live for live in self.episodes if not live.called][: max(room, 0)]:
             self._begin(live)
 
     def _begin(self, live: _Live) -> None:
-        live.key, row = self.endpoint.open(live.number), copied(live.start.row, {})
+        row = copied(live.start.row, {})
         messages, tools = task_messages(row["raw_prompt"]), [dict(tool) for tool in read_tools(row.get("tools"))]
-        given = messages, tools, row, live.start.environment_seed
-
-        def give(value: float) -> None:
-            self.inbox.put(Rewarded(live.number, value))
-
-        url = self.endpoint.url
-        live.began = live.idle_since = time.monotonic()
-        self.host.begin(
-            live.number, AgentTask(f"{url}/v1", url, live.key, MODEL, *given, app=self.endpoint.app, give=give)
-        )
+        live.called, live.began = True, time.monotonic()
+        live.idle_since = live.began
+        self.agents.begin(live.number, (messages, tools, row, live.start.environment_seed))
 
     # From agents
 
     def _take(self, left: float) -> None:
         """Takes what agents have done; waits for it, at most ``left`` seconds, if the engine has nothing to do."""
         wait = not self.requests
-        while True:
-            try:
-                event = self.inbox.get(block=wait, timeout=left if wait else None)
-            except Empty:
-                return
+        while (event := self.agents.next(left if wait else 0.0)) is not None:
             wait = False
             live = self.lives.get(event.episode)  # none for an episode that was dropped
             if isinstance(event, Asked):
@@ -369,15 +350,12 @@ class AgentRun:
         else:
             self._score(live, event.outcome)
 
-    def _failed(self, live: _Live, error: BaseException) -> None:
+    def _failed(self, live: _Live, error: Raised) -> None:
         """Ends the episode of an agent that raised: by a limit if the error is that of a request beyond it."""
         if live.refusal is not None and tells_of(error, live.refusal):
             self._end(live, live.cut)
             return
-        source = getattr(getattr(self.host.agent, "__code__", None), "co_filename", None)
-        self._end(
-            live, "memory" if isinstance(error, MemoryError) else "error", f"the agent raised {describe(error, source)}"
-        )
+        self._end(live, "memory" if error.memory else "error", error.told)
 
     def _score(self, live: _Live, outcome: Any) -> None:
         """Takes the reward that an agent returned, and ends its episode."""
@@ -447,7 +425,7 @@ class AgentRun:
     def _time_left(self) -> float:
         """Seconds until the next limit of time. Episodes whose time is over now are ended; then 0, as further ones can begin."""
         now, left = time.monotonic(), math.inf
-        running = [live for live in self.episodes if live.key and live.ended is None]
+        running = [live for live in self.episodes if live.called and live.ended is None]
         for live in running:
             clock = math.inf if self.limits.wall_clock is None else self.limits.wall_clock - (now - live.began)
             own = self.limits.seconds - live.seconds_idle()
@@ -467,8 +445,7 @@ class AgentRun:
 
     def _shut(self, live: _Live) -> None:
         """Lets an agent ask no more."""
-        self.endpoint.shut(live.key)
-        self.host.cancel(live.number)
+        self.agents.end(live.number)
         self._drop_waiting(live)
 
     def _drop_waiting(self, live: _Live) -> None:
@@ -491,22 +468,13 @@ class AgentRun:
             self._abort(live, turn)
 
 
-def tells_of(error: BaseException, refusal: Refused) -> bool:
+def tells_of(error: Raised, refusal: Refused) -> bool:
     """Whether an agent's error, or one that it came from, is what its client made of a request that was refused.
 
     >>> refusal = Refused("the episode has at most 2 turns", code="turn_limit_exceeded")
-    >>> tells_of(RuntimeError("Error code: 400 - {'code': 'turn_limit_exceeded'}"), refusal), tells_of(KeyError("x"), refusal)
+    >>> error = RuntimeError("Error code: 400 - {'code': 'turn_limit_exceeded'}")
+    >>> tells_of(Raised.of(error), refusal), tells_of(Raised.of(KeyError("x")), refusal)
     (True, False)
     """
-    waiting: list[BaseException | None] = [error]
-    seen = set[int]()
-    while waiting:
-        each = waiting.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        text = describe(each)
-        if str(refusal) in text or refusal.code in text or "Bad Request" in text:  # clients that do not read the body
-            return True
-        waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
-    return False
+    known = str(refusal), refusal.code, "Bad Request"  # the last by clients that do not read the body
+    return any(text in cause for cause in error.causes for text in known)

@@ -30,6 +30,11 @@ MOST_BYTES = 1 << 28
 """Of a request."""
 
 
+def require_endpoint() -> None:
+    """Raises `MissingPackage` if the extra ``agents`` is not installed."""
+    require_extra("agents", "the endpoint of agents", "starlette", "uvicorn")
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request of an episode. Its future gets one reply for each of ``ask.n``, or the `Refused` that is answered."""
@@ -63,7 +68,7 @@ class Endpoint:
         Raises:
             MissingPackage: the extra ``agents`` is not installed.
         """
-        require_extra("agents", "the endpoint of agents", "starlette", "uvicorn")
+        require_endpoint()
         self.inbox, self.model = inbox, model
         self._doors: dict[str, _Door] = {}
         self._lock = threading.Lock()

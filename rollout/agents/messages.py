@@ -36,6 +36,9 @@ class Refused(DataProtoError, ValueError):
         super().__init__(message)
         self.field, self.code, self.status = field, code, status
 
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.field, self.code, self.status)
+
 
 @dataclass(frozen=True)
 class Decoded:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,9 @@ class VerifiersAgent:
                 f"environments of verifiers need pip install 'verifiers>=0.4,<0.5' ({error})"
             ) from error
         self._load = partial(load_environment, resolve_env_config(environment))
-        self._tasks, self._further = list[Any](), iter(self._load().taskset)
+        self._load()  # errors come now
+        self._tasks: list[Any] = []
+        self._further: Iterator[Any] | None = None  # begun in the process that plays
         self._serving: dict[asyncio.AbstractEventLoop, _Serving] = {}
 
     async def __call__(self, task: AgentTask) -> dict[str, float]:
@@ -91,6 +93,8 @@ class VerifiersAgent:
         place = (row.get("extra_info") or {}).get("task")
         if not isinstance(place, int):
             raise InvalidConfig("a row has no extra_info['task']: VerifiersAgent.write_rows writes rows that have")
+        if self._further is None:
+            self._further = iter(self._load().taskset)
         while len(self._tasks) <= place:
             if (following := next(self._further, None)) is None:
                 raise InvalidConfig(f"a row names task {place}, but there are {len(self._tasks)}")

@@ -49,7 +49,7 @@ KEPT = numbers.Number | str | np.generic
 Answer = Observation | tuple[Failure, str]
 """Of a call: an observation, or the reason and the message of a failure."""
 
-_starting = threading.Lock()
+starting = threading.Lock()
 """Held while a process starts and while an exit status is read: both read exit statuses, and each can be read once."""
 
 
@@ -65,16 +65,27 @@ def in_process(make_environment: MakeEnvironment, memory_gib: float) -> MakeEnvi
     """
     if sys.platform != "linux":
         raise InvalidConfig(f"memory_gib={memory_gib}: the memory of environments can be bounded on Linux only")
-    for module in unimportable_modules():
-        cloudpickle.register_pickle_by_value(module)
     try:
-        pickled = cloudpickle.dumps(make_environment)
+        pickled = pickled_for_process(make_environment)
     except Exception as error:
         raise InvalidConfig(
             f"memory_gib={memory_gib} needs an environment that can be sent to another process: {error}"
         ) from error
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", __name__, *_modules_in(pickled)])
+    preload(__name__, pickled)
     return lambda: ProcessEnvironment(pickled, round(memory_gib * GIB))
+
+
+def pickled_for_process(user_object: Any) -> bytes:
+    """A user's object as another process can get it. Raises what its pickling raises."""
+    for module in unimportable_modules():
+        cloudpickle.register_pickle_by_value(module)
+    pickled: bytes = cloudpickle.dumps(user_object)
+    return pickled
+
+
+def preload(module: str, pickled: bytes) -> None:
+    """Lets the server of processes import once what they all need, unless it has begun."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", module, *_modules_in(pickled)])
 
 
 def _modules_in(pickled: bytes) -> list[str]:
@@ -90,7 +101,7 @@ class ProcessEnvironment:
         self.memory = memory
         context = multiprocessing.get_context("forkserver")
         self.connection, far = context.Pipe()
-        with _starting:
+        with starting:
             self.process = context.Process(target=_serve, args=(far, make_environment, memory), daemon=True)
             self.process.start()
         far.close()
@@ -125,22 +136,33 @@ class ProcessEnvironment:
 
     def _end(self, patience: float) -> str:
         """Waits for the end of the process, or kills it; returns how it ended."""
-        wait([self.process.sentinel], patience)
-        with _starting:  # an exit status can be read once, and `start` of another process reads all that there are
-            if self.process.is_alive():
-                self.process.kill()
-            self.process.join(CLOSING_S)
-            code = self.process.exitcode or 0
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+        how = how_ended(self.process, patience)
         return f"its process, which may have {self.memory / GIB:g} GiB, was ended {how}"
+
+
+def how_ended(process: Any, patience: float) -> str:
+    """Waits for the end of a process, or kills it; returns how it ended, such as "with exit status 1"."""
+    wait([process.sentinel], patience)
+    with starting:  # an exit status can be read once, and `start` of another process reads all that there are
+        if process.is_alive():
+            process.kill()
+        process.join(CLOSING_S)
+        code = process.exitcode or 0
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
 
 
 # In the other process
 
 
+def die_with_parent() -> None:
+    """The end of the process that forked this one is its end too, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+
+
 def _serve(connection: Connection, make_environment: bytes, memory: int) -> None:
     """Makes an environment and answers calls until it is closed."""
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    die_with_parent()
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf(
         "SC_PAGE_SIZE"
     )  # its address space so far

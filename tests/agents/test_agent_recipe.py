@@ -1,6 +1,7 @@
 """Training an agent by ``dataproto grpo --agent``: its rewards, those of a reward function, and what is refused."""
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -136,8 +137,8 @@ def test_a_run_stops_if_all_episodes_fail_at_once_or_three_times_in_a_row(tmp_pa
 
 def test_a_name_of_several_words_is_a_command(tmp_path):
     (tmp_path / "own.py").write_text("def agent(task): ...")
-    assert isinstance(load_agent("python own.py"), CommandAgent)
-    assert load_agent(f"{tmp_path}/own.py:agent").__name__ == "agent"
+    assert isinstance(pickle.loads(load_agent("python own.py").pickled), CommandAgent)
+    assert pickle.loads(load_agent(f"{tmp_path}/own.py:agent").pickled).__name__ == "agent"
     with pytest.raises(InvalidConfig, match="no function 'other'"):
         load_agent(f"{tmp_path}/own.py:other")
 
@@ -147,8 +148,8 @@ def test_every_recipe_says_how_many_processes_a_command_has(tmp_path):
     own = parse([*agent, *in_files(["--agents.processes", "3", "--agents.memory-gib", "0.5"], tmp_path)]).agents
     walk = parse_walk([*agent, *["--processes", "3", "--memory-gib", "0.5"]]).episodes
     for options in (own, walk):
-        command = Played.by_agent(agent[1], options).plan.agent
-        assert (command.at_once, command.memory_gib) == (3, 0.5)
+        apart = Played.by_agent(agent[1], options).plan.agent
+        assert (apart.at_once, pickle.loads(apart.pickled).memory_gib) == (3, 0.5)
     for of_none in ([], ["--agent", "own.py:agent"]):
         with pytest.raises(InvalidConfig, match="--processes would do nothing: only a command"):
             parse_walk(["--processes", "3", *of_none])
@@ -165,3 +166,33 @@ def test_every_recipe_says_how_many_processes_a_command_has(tmp_path):
 def test_impossible_options(options, message):
     with pytest.raises(InvalidConfig, match=message):
         parse(options.split())
+
+
+UNFIT = """
+import threading
+from functools import cache
+
+LOCK = threading.Lock()
+
+
+@cache
+def known(x):
+    return x + 1
+
+
+class Agent:
+    def __call__(self, task):
+        with LOCK:
+            return known(task)
+
+
+agent = Agent()
+"""
+
+
+def test_a_file_of_an_agent_need_not_be_fit_for_pickling(tmp_path):
+    """Its variables may hold what cannot be pickled, and it need not be there where the agent runs."""
+    (tmp_path / "own.py").write_text(UNFIT)
+    sent = load_agent(f"{tmp_path}/own.py:agent").pickled
+    (tmp_path / "own.py").unlink()
+    assert pickle.loads(sent)(2) == 3

@@ -125,7 +125,7 @@ def has_a_bug_after_a_limit(task):
     return {}["reward"]
 
 
-@pytest.mark.parametrize(
+FAULTS = (
     ("agent", "reason", "message"),
     [
         (raises, "error", "the agent raised KeyError: .*no map"),
@@ -146,6 +146,9 @@ def has_a_bug_after_a_limit(task):
         (has_a_bug_after_a_limit, "error", r"KeyError: 'reward' \(.*test_agents.py:\d+, in has_a_bug_after_a_limit"),
     ],
 )
+
+
+@pytest.mark.parametrize(*FAULTS)
 def test_a_fault_ends_its_episode_with_a_named_reason(renderer, agent, reason, message):
     limits = EpisodeLimits(turns=4, seconds=1.0 if reason == "timeout" else 60.0)
     (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), agent, limits=limits)

@@ -144,7 +144,7 @@ def test_how_a_process_ended_is_told_while_others_look_for_ended_ones():
 
     def look():
         while not ended.is_set():
-            with environment_process._starting:
+            with environment_process.starting:
                 multiprocessing.active_children()
 
     looking = threading.Thread(target=look)

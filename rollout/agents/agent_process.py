@@ -1,0 +1,343 @@
+"""Agents and their endpoint: in this process, or in one of their own, where they leave the interpreter to the engine."""
+
+import atexit
+import io
+import multiprocessing
+import pickle
+import signal
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+from weakref import WeakValueDictionary
+
+import cloudpickle
+
+from dataproto.errors import InvalidConfig, end_after
+from rollout.agents.agent import Agent, AgentHost, AgentTask, Ended, Raised, Rewarded
+from rollout.agents.endpoint import Asked, Endpoint, require_endpoint
+from rollout.agents.messages import Decoded
+from rollout.environments.environment_process import die_with_parent, how_ended, pickled_for_process, preload, starting
+
+MODEL = "policy"
+"""The name of the model on the endpoint; requests may name it otherwise."""
+CLOSING_S = 2.0
+"""Seconds that agents get to end when a rollout has ended."""
+CLOSED = b"closed"
+"""What a process says when they have."""
+Event = Asked | Rewarded | Ended
+Given = tuple[list[dict[str, Any]], list[dict[str, Any]], Mapping[str, Any], int]
+"""Messages, tools, row and seed of an `AgentTask`."""
+
+
+class AgentsHere:
+    """Agents in threads of this process, and their endpoint, which are up within its context."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self.endpoint, self.host = Endpoint(self.inbox, MODEL), AgentHost(agent, self.inbox)
+        self.at_once: int | None = getattr(agent, "at_once", None)
+        self._keys: dict[int, str] = {}
+
+    def __enter__(self) -> "AgentsHere":
+        self.endpoint.__enter__()
+        self.host.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        end_after(None, self.host.__exit__, self.endpoint.__exit__)
+
+    def begin(self, episode: int, given: Given) -> None:
+        """Calls the agent with a task, and opens the endpoint for it."""
+        key, url = self.endpoint.open(episode), self.endpoint.url
+        self._keys[episode] = key
+        reward = partial(self._give, episode)
+        self.host.begin(episode, AgentTask(f"{url}/v1", url, key, MODEL, *given, app=self.endpoint.app, give=reward))
+
+    def _give(self, episode: int, value: Any) -> None:
+        self.inbox.put(Rewarded(episode, value))
+
+    def end(self, episode: int) -> None:
+        """Lets an agent ask no more, and tells it to stop; a plain function runs on until it returns."""
+        if episode in self._keys:
+            self.endpoint.shut(self._keys.pop(episode))
+            self.host.cancel(episode)
+
+    def next(self, seconds: float) -> Event | None:
+        """What an agent has done, if one does something in this time."""
+        with suppress(Empty):
+            return self.inbox.get(seconds > 0, seconds)
+        return None
+
+
+@dataclass(frozen=True)
+class AgentApart:
+    """An agent that is called in another process, see `in_process`."""
+
+    pickled: bytes
+    at_once: int | None
+
+
+def in_process(agent: Any) -> AgentApart:
+    """The agent in a process of its own, one for each engine, which plays all episodes and has the endpoint.
+
+    An agent that ends its process, as a crash does, ends all episodes that it plays as "error", and further ones get a new
+    process. Processes are forked from a small server and kept for later rollouts. As with `multiprocessing`, a script needs
+    ``if __name__ == "__main__":``.
+
+    Raises:
+        InvalidConfig: the agent cannot be sent to another process, as with an open client in a variable of its file.
+    """
+    try:
+        return AgentApart(pickled_for_process(agent), getattr(agent, "at_once", None))
+    except Exception as error:
+        raise InvalidConfig(
+            f"the agent cannot be sent to a process of its own: {error}. Make what cannot be sent, such as a client, when the "
+            "agent is called"
+        ) from error
+
+
+class _Process:
+    """A process that plays for one rollout at a time. A thread sends, so that it keeps nobody."""
+
+    def __init__(self, agent: bytes) -> None:
+        preload(__name__, agent)
+        context = multiprocessing.get_context("forkserver")
+        self.connection, far = context.Pipe()
+        with starting:
+            self.process = context.Process(target=_serve, args=(far, agent))
+            self.process.start()
+        far.close()
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        threading.Thread(target=self._deliver, name="agents", daemon=True).start()
+        self._closing = False
+        atexit.register(self.end)  # else the end of the program waits for it
+
+    def send(self, *message: Any) -> None:
+        """Sends a message in a while. Raises what its pickling raises."""
+        self._outbox.put(cloudpickle.dumps(message) if message[0] == "begin" else pickle.dumps(message))
+
+    def _deliver(self) -> None:
+        with suppress(OSError):  # it has ended, which who receives tells
+            while (message := self._outbox.get()) is not None:
+                self.connection.send_bytes(message)
+
+    def close(self) -> None:
+        """Cancels the agents that still run, at its own pace."""
+        self.send("close")
+        self._closing = True
+
+    def open(self) -> bool:
+        """Begins a rollout, unless an agent of the one before does not give way."""
+        while self._closing:
+            try:
+                if not self.connection.poll(CLOSING_S):
+                    return False
+                self._closing = self.connection.recv_bytes() != CLOSED
+            except (OSError, EOFError):
+                return False
+        self.send("open")
+        return True
+
+    def end(self) -> str:
+        """Lets it end, once its agents have, or kills it, unless it has ended; tells how."""
+        atexit.unregister(self.end)
+        if self._closing:
+            self.open()
+        self._outbox.put(None)
+        self.connection.close()
+        return how_ended(self.process, CLOSING_S)
+
+
+_waiting: dict[bytes, list[_Process]] = {}
+"""Processes of the last agent, which have imported what it needs."""
+
+
+class AgentsApart:
+    """As `AgentsHere`, in another process."""
+
+    def __init__(self, agent: AgentApart) -> None:
+        require_endpoint()
+        self.agent, self.at_once = agent.pickled, agent.at_once
+        self._running, self._failed = set[int](), deque[Ended]()
+        self._media: dict[int, dict[bytes, Decoded]] = {}  # that the process has sent, by episode
+
+    def __enter__(self) -> "AgentsApart":
+        waiting = _waiting.get(self.agent)
+        self._process = waiting.pop() if waiting else _Process(self.agent)
+        if not self._process.open():
+            self._process.end()
+            self._process = _Process(self.agent)
+            self._process.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Cancels the agents that still run. The process waits for a later rollout, in the place of those of other agents."""
+        self._process.close()
+        kept = [*_waiting.pop(self.agent, ()), self._process]
+        for other in [process for processes in _waiting.values() for process in processes]:
+            other.end()
+        _waiting.clear()
+        _waiting[self.agent] = kept
+
+    def begin(self, episode: int, given: Given) -> None:
+        """See `AgentsHere.begin`."""
+        self._running.add(episode)
+        self._media[episode] = {}
+        try:
+            self._process.send("begin", episode, given)
+        except Exception as error:  # of the row, which is the user's
+            self._failed.append(_failed(episode, f"its row cannot be sent to the process of the agent: {error}"))
+
+    def end(self, episode: int) -> None:
+        """See `AgentsHere.end`."""
+        self._running.discard(episode)
+        self._media.pop(episode, None)
+        self._process.send("end", episode)
+
+    def next(self, seconds: float) -> Event | None:
+        """See `AgentsHere.next`."""
+        if self._failed:
+            return self._failed.popleft()
+        try:
+            return self._receive() if self._process.connection.poll(seconds) else None
+        except (OSError, EOFError):
+            how = self._process.end()
+            for episode in self._running:
+                self._failed.append(_failed(episode, f"the process of the agent was ended {how}"))
+            self._running.clear()
+            self.__enter__()
+            return self._failed.popleft() if self._failed else None
+
+    def _receive(self) -> Event | None:
+        number, episode, event = _Unpickler(self._process.connection.recv_bytes(), self._media).load()
+        if number is None:
+            return event
+        replies: Future[Any] = Future()
+        replies.add_done_callback(partial(_answer, self._process, number))
+        return Asked(episode, event, replies)
+
+
+def _answer(process: _Process, number: int, replies: "Future[Any]") -> None:
+    process.send("answer", number, replies.exception() or replies.result())
+
+
+def _failed(episode: int, message: str) -> Ended:
+    return Ended(episode, error=Raised(message, (message,)))
+
+
+_contents: WeakValueDictionary[bytes, Decoded] = WeakValueDictionary()
+"""Media of all episodes, by their digests."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads an event, with the media that came with earlier ones of its episode."""
+
+    def __init__(self, data: bytes, media: dict[int, dict[bytes, Decoded]]) -> None:
+        super().__init__(io.BytesIO(data))
+        self.media = media
+
+    def persistent_load(self, pid: Any) -> Any:
+        """The medium."""
+        episode, digest, content = pid
+        known = self.media.get(episode, {})
+        if content is not None:
+            known[digest] = _contents.setdefault(digest, Decoded(digest, content))
+        return known.get(digest)  # none for an episode that has ended
+
+
+# In the other process
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Writes an event, with the content of media that its episode has not sent."""
+
+    def __init__(self, file: io.BytesIO, episode: int, sent: set[bytes]) -> None:
+        super().__init__(file)
+        self.episode, self.sent = episode, sent
+
+    def persistent_id(self, obj: Any) -> Any:
+        """The episode, digest and content of a medium."""
+        if not isinstance(obj, Decoded):
+            return None
+        content = None if obj.digest in self.sent else obj.content
+        self.sent.add(obj.digest)
+        return self.episode, obj.digest, content
+
+
+def _serve(connection: Any, pickled: bytes) -> None:
+    """Plays for one rollout after another."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, lambda *_: None)  # the engine's process ends this one
+    try:
+        agent = pickle.loads(pickled)
+    except Exception as error:
+        agent = partial(_raise, error)
+    with suppress(EOFError, OSError):
+        while True:
+            if pickle.loads(connection.recv_bytes()) != ("open",):  # of a rollout that is over
+                continue
+            with AgentsHere(agent) as agents:
+                teller = _Teller(connection, agents.next)
+                teller.start()
+                while (message := pickle.loads(connection.recv_bytes())) != ("close",):
+                    teller.take(agents, *message)
+            teller.stop()
+
+
+def _raise(error: Exception, task: AgentTask) -> None:
+    raise error
+
+
+class _Teller(threading.Thread):
+    """Sends what agents do, and answers them."""
+
+    def __init__(self, connection: Any, next_event: Callable[[float], Event | None]) -> None:
+        super().__init__(name="events", daemon=True)
+        self.connection, self.next_event = connection, next_event
+        self._asked: dict[int, Future[Any]] = {}
+        self._sent: defaultdict[int, set[bytes]] = defaultdict(set)
+        self._number, self._over = 0, threading.Event()
+
+    def take(self, agents: AgentsHere, what: str, number: int, given: Any = None) -> None:
+        """Does what the engine's process asks for."""
+        if what == "begin":
+            agents.begin(number, given)
+        elif what == "end":
+            agents.end(number)
+            self._sent.pop(number, None)
+        elif isinstance(given, BaseException):
+            self._asked.pop(number).set_exception(given)
+        else:
+            self._asked.pop(number).set_result(given)
+
+    def run(self) -> None:
+        """Sends each event."""
+        while not self._over.is_set():
+            if (event := self.next_event(0.1)) is not None:
+                try:
+                    self._send(event)
+                except OSError:
+                    return
+                except Exception as error:
+                    self._send(_failed(event.episode, f"what the agent gave cannot be sent: {error}"))
+
+    def stop(self) -> None:
+        """Says that all are ended."""
+        self._over.set()
+        self.join()
+        self.connection.send_bytes(CLOSED)
+
+    def _send(self, event: Event) -> None:
+        number, told = None, event if not isinstance(event, Asked) else event.ask
+        if isinstance(event, Asked):
+            self._number = number = self._number + 1
+            self._asked[number] = event.replies
+        file = io.BytesIO()
+        _Pickler(file, event.episode, self._sent[event.episode]).dump((number, event.episode, told))
+        self.connection.send_bytes(file.getvalue())
