@@ -109,7 +109,7 @@ for part in "$@"; do
         staleness) step staleness 580 "${two[@]}" --staleness 1 --apart 0 --rollout '{"max_num_seqs": 512}' ;;
         recurrent)
             step recurrent 600 --gpus 2 --size qwen3.5-9b --prompts 32 --minibatch 32 --max-tokens 512 --whole-responses \
-                --token-budget 6144 --unsharded weights
+                --token-budget 6144 --unsharded weights --rollout '{"load_format": "dummy"}'
             ;;
         drafts)
             engine_only qwen3.5-9b "$out/drafts/qwen3.5-9b"
