@@ -17,7 +17,7 @@ from dataproto.errors import InvalidConfig, InvalidPrompt, end_after, ending
 from rollout.agents.agent import Agent, Ended, Raised, Rewarded, task_messages
 from rollout.agents.agent_process import AgentApart, AgentsApart, AgentsHere
 from rollout.agents.conversations import AgentTurn, Conversations, Prompts
-from rollout.agents.endpoint import Asked
+from rollout.agents.endpoint import HOST, Asked
 from rollout.agents.messages import Refused, Reply, TokenLogProb, read_reply
 from rollout.agents.wire_replies import CONTEXT
 from rollout.continuation import BegunTurn, Tokens, continued
@@ -476,5 +476,9 @@ def tells_of(error: Raised, refusal: Refused) -> bool:
     >>> tells_of(Raised.of(error), refusal), tells_of(Raised.of(KeyError("x")), refusal)
     (True, False)
     """
-    known = str(refusal), refusal.code, "Bad Request"  # the last by clients that do not read the body
-    return any(text in cause for cause in error.causes for text in known)
+    return any(
+        str(refusal) in cause
+        or refusal.code in cause
+        or ("Bad Request" in cause and HOST in cause)  # of an unread body
+        for cause in error.causes
+    )

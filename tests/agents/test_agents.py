@@ -119,13 +119,19 @@ async def floods_without_reading_errors(task):
             (await client.post(f"{task.base_url}/chat/completions", json=body)).raise_for_status()
 
 
+def asks_elsewhere_after_a_limit(task):
+    with suppress(APIStatusError):
+        floods(task)
+    raise RuntimeError("Client error '400 Bad Request' for url 'https://tools.example/search'")
+
+
 def has_a_bug_after_a_limit(task):
     with suppress(APIStatusError):
         floods(task)
     return {}["reward"]
 
 
-FAULTS = (
+@pytest.mark.parametrize(
     ("agent", "reason", "message"),
     [
         (raises, "error", "the agent raised KeyError: .*no map"),
@@ -143,12 +149,10 @@ FAULTS = (
         (floods, "turns", "^$"),
         (floods_in_a_wrapper, "turns", "^$"),
         (floods_without_reading_errors, "turns", "^$"),
+        (asks_elsewhere_after_a_limit, "error", "400 Bad Request"),
         (has_a_bug_after_a_limit, "error", r"KeyError: 'reward' \(.*test_agents.py:\d+, in has_a_bug_after_a_limit"),
     ],
 )
-
-
-@pytest.mark.parametrize(*FAULTS)
 def test_a_fault_ends_its_episode_with_a_named_reason(renderer, agent, reason, message):
     limits = EpisodeLimits(turns=4, seconds=1.0 if reason == "timeout" else 60.0)
     (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), agent, limits=limits)
