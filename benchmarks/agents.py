@@ -48,7 +48,7 @@ from PIL import Image  # noqa: E402
 from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
 from recipes.walk import WALK  # noqa: E402
 from recipes.watch.metrics_file import METRICS_FILE, read_metrics  # noqa: E402
-from rollout.agents import agent_loop, agent_process, in_process  # noqa: E402
+from rollout.agents import agent_host, agent_loop, in_process  # noqa: E402
 from rollout.agents.agent import task_messages  # noqa: E402
 from rollout.agents.messages import Ask, Reply  # noqa: E402
 from rollout.agents.wire_replies import chat_body  # noqa: E402
@@ -226,12 +226,12 @@ def client_alone(conversations: int) -> float:
 def overhead(options: argparse.Namespace) -> None:
     used: dict[str, float] = {}
 
-    class Endpoint(agent_process.Endpoint):
+    class Endpoint(agent_host.Endpoint):
         def __exit__(self, *error: object) -> None:
             used["endpoint"] = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
             super().__exit__(*error)
 
-    agent_process.Endpoint = Endpoint  # type: ignore[misc]
+    agent_host.Endpoint = Endpoint  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(Path(folder), 0, WALK.model, WALK.texts)
         builder = PromptBuilder.from_pretrained(folder, 256)

@@ -14,8 +14,9 @@ import torch
 
 from dataproto import DataProto, object_array
 from dataproto.errors import InvalidConfig, InvalidPrompt, end_after, ending
-from rollout.agents.agent import Agent, Ended, Raised, Rewarded, task_messages
-from rollout.agents.agent_process import AgentApart, AgentsApart, AgentsHere
+from rollout.agents.agent import Agent, task_messages
+from rollout.agents.agent_host import AgentHost, Ended, Raised, Rewarded
+from rollout.agents.agent_process import AgentApart, AgentsApart
 from rollout.agents.conversations import AgentTurn, Conversations, Prompts
 from rollout.agents.endpoint import HOST, Asked
 from rollout.agents.messages import Refused, Reply, TokenLogProb, read_reply
@@ -157,7 +158,7 @@ class AgentRun:
             raise InvalidConfig("last_pictures: an agent keeps its own history, so it leaves out pictures itself")
         self.limits = limits
         self.lives: dict[int, _Live] = {}  # by number
-        self.agents = AgentsApart(agent) if isinstance(agent, AgentApart) else AgentsHere(agent)
+        self.agents = AgentsApart(agent) if isinstance(agent, AgentApart) else AgentHost(agent)
         self._opened = 0
         self.agents.__enter__()
 

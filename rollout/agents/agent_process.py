@@ -1,4 +1,4 @@
-"""Agents and their endpoint: in this process, or in one of their own, where they leave the interpreter to the engine."""
+"""Agents and their endpoint in a process of their own, where they leave the interpreter to the engine."""
 
 import atexit
 import io
@@ -7,72 +7,28 @@ import pickle
 import signal
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary
 
 import cloudpickle
 
-from dataproto.errors import InvalidConfig, end_after
-from rollout.agents.agent import Agent, AgentHost, AgentTask, Ended, Raised, Rewarded
-from rollout.agents.endpoint import Asked, Endpoint, require_endpoint
+from dataproto.errors import InvalidConfig
+from rollout.agents.agent import AgentTask
+from rollout.agents.agent_host import AgentHost, Ended, Event, Given, Raised
+from rollout.agents.endpoint import Asked, require_endpoint
 from rollout.agents.messages import Decoded
 from rollout.environments.environment_process import die_with_parent, how_ended, pickled_for_process, preload, starting
 
-MODEL = "policy"
-"""The name of the model on the endpoint; requests may name it otherwise."""
 CLOSING_S = 2.0
 """Seconds that agents get to end when a rollout has ended."""
 CLOSED = b"closed"
 """What a process says when they have."""
-Event = Asked | Rewarded | Ended
-Given = tuple[list[dict[str, Any]], list[dict[str, Any]], Mapping[str, Any], int]
-"""Messages, tools, row and seed of an `AgentTask`."""
-
-
-class AgentsHere:
-    """Agents in threads of this process, and their endpoint, which are up within its context."""
-
-    def __init__(self, agent: Agent) -> None:
-        self.inbox: SimpleQueue[Any] = SimpleQueue()
-        self.endpoint, self.host = Endpoint(self.inbox, MODEL), AgentHost(agent, self.inbox)
-        self.at_once: int | None = getattr(agent, "at_once", None)
-        self._keys: dict[int, str] = {}
-
-    def __enter__(self) -> "AgentsHere":
-        self.endpoint.__enter__()
-        self.host.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        end_after(None, self.host.__exit__, self.endpoint.__exit__)
-
-    def begin(self, episode: int, given: Given) -> None:
-        """Calls the agent with a task, and opens the endpoint for it."""
-        key, url = self.endpoint.open(episode), self.endpoint.url
-        self._keys[episode] = key
-        reward = partial(self._give, episode)
-        self.host.begin(episode, AgentTask(f"{url}/v1", url, key, MODEL, *given, app=self.endpoint.app, give=reward))
-
-    def _give(self, episode: int, value: Any) -> None:
-        self.inbox.put(Rewarded(episode, value))
-
-    def end(self, episode: int) -> None:
-        """Lets an agent ask no more, and tells it to stop; a plain function runs on until it returns."""
-        if episode in self._keys:
-            self.endpoint.shut(self._keys.pop(episode))
-            self.host.cancel(episode)
-
-    def next(self, seconds: float) -> Event | None:
-        """What an agent has done, if one does something in this time."""
-        with suppress(Empty):
-            return self.inbox.get(seconds > 0, seconds)
-        return None
 
 
 @dataclass(frozen=True)
@@ -159,7 +115,7 @@ _waiting: dict[bytes, list[_Process]] = {}
 
 
 class AgentsApart:
-    """As `AgentsHere`, in another process."""
+    """As `AgentHost`, in another process."""
 
     def __init__(self, agent: AgentApart) -> None:
         require_endpoint()
@@ -186,7 +142,7 @@ class AgentsApart:
         _waiting[self.agent] = kept
 
     def begin(self, episode: int, given: Given) -> None:
-        """See `AgentsHere.begin`."""
+        """See `AgentHost.begin`."""
         self._running.add(episode)
         self._media[episode] = {}
         try:
@@ -195,13 +151,13 @@ class AgentsApart:
             self._failed.append(_failed(episode, f"its row cannot be sent to the process of the agent: {error}"))
 
     def end(self, episode: int) -> None:
-        """See `AgentsHere.end`."""
+        """See `AgentHost.end`."""
         self._running.discard(episode)
         self._media.pop(episode, None)
         self._process.send("end", episode)
 
     def next(self, seconds: float) -> Event | None:
-        """See `AgentsHere.next`."""
+        """See `AgentHost.next`."""
         if self._failed:
             return self._failed.popleft()
         try:
@@ -282,7 +238,7 @@ def _serve(connection: Any, pickled: bytes) -> None:
         while True:
             if pickle.loads(connection.recv_bytes()) != ("open",):  # of a rollout that is over
                 continue
-            with AgentsHere(agent) as agents:
+            with AgentHost(agent) as agents:
                 teller = _Teller(connection, agents.next)
                 teller.start()
                 while (message := pickle.loads(connection.recv_bytes())) != ("close",):
@@ -304,7 +260,7 @@ class _Teller(threading.Thread):
         self._sent: defaultdict[int, set[bytes]] = defaultdict(set)
         self._number, self._over = 0, threading.Event()
 
-    def take(self, agents: AgentsHere, what: str, number: int, given: Any = None) -> None:
+    def take(self, agents: AgentHost, what: str, number: int, given: Any = None) -> None:
         """Does what the engine's process asks for."""
         if what == "begin":
             agents.begin(number, given)

@@ -1,0 +1,177 @@
+"""Runs agents in threads, with the endpoint that they talk to."""
+
+import asyncio
+import gc
+import inspect
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from dataproto.errors import describe, end_after
+from rollout.agents.agent import Agent, AgentTask, Outcome
+from rollout.agents.endpoint import Asked, Endpoint
+from rollout.environments.environment import awaited
+
+MODEL = "policy"
+"""The name of the model on the endpoint; requests may name it otherwise."""
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """An agent gave a reward for a turn."""
+
+    episode: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Why an agent failed, as a process can send it."""
+
+    told: str  # with the line of the agent's file
+    causes: tuple[str, ...]  # the error, and those that it came from
+    memory: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, file: str | None = None) -> "Raised":
+        """The error, and those that it came from."""
+        waiting: list[BaseException | None] = [error]
+        seen, causes = set[int](), list[str]()
+        while waiting:
+            each = waiting.pop()
+            if each is not None and id(each) not in seen:
+                seen.add(id(each))
+                causes.append(describe(each))
+                waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+        return cls(f"the agent raised {describe(error, file)}", tuple(causes), isinstance(error, MemoryError))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An agent returned or raised."""
+
+    episode: int
+    outcome: Any = None
+    error: Raised | None = None
+
+
+Event = Asked | Rewarded | Ended
+Given = tuple[list[dict[str, Any]], list[dict[str, Any]], Mapping[str, Any], int]
+"""Messages, tools, row and seed of an `AgentTask`."""
+
+
+@cache
+def settle_objects() -> None:
+    """Exempts what is there now from the garbage collector, once for a process: modules and models, which stay.
+
+    Agents' clients make so many objects that it would look at everything in each rollout, which takes 0.2 to 0.5 s.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+class AgentHost:
+    """Agents in threads of this process, and their endpoint, which are up within its context."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent, self.inbox = agent, SimpleQueue[Any]()
+        self.endpoint = Endpoint(self.inbox, MODEL)
+        self.at_once: int | None = getattr(agent, "at_once", None)
+        self._keys: dict[int, str] = {}
+        call = getattr(agent, "__call__", agent)  # noqa: B004
+        self._is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call)
+        self._running: dict[int, Future[Any]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
+
+    def __enter__(self) -> "AgentHost":
+        settle_objects()
+        self.endpoint.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Cancels the agents that still run. One that does not give way, such as one in a loop, is left alone."""
+        end_after(None, self._stop, self.endpoint.__exit__)
+
+    def _stop(self) -> None:
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(2.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(2.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        for episode in list(self._running):
+            self._cancel(episode)
+        await asyncio.sleep(0)
+        tasks = {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+        waiting = (await asyncio.wait(tasks, timeout=1.0))[1] if tasks else ()  # a command ends its process
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    def begin(self, episode: int, given: Given) -> None:
+        """Calls the agent with a task, and opens the endpoint for it."""
+        key, url = self.endpoint.open(episode), self.endpoint.url
+        self._keys[episode] = key
+        reward = partial(self._give, episode)
+        task = AgentTask(f"{url}/v1", url, key, MODEL, *given, app=self.endpoint.app, give=reward)
+        if self._is_async:
+            running = asyncio.run_coroutine_threadsafe(self._awaited(task), self._loop)
+            self._running[episode] = running
+            running.add_done_callback(partial(self._ended, episode))
+        else:
+            threading.Thread(target=self._call, args=(episode, task), name="agent", daemon=True).start()
+
+    def _give(self, episode: int, value: Any) -> None:
+        self.inbox.put(Rewarded(episode, value))
+
+    def end(self, episode: int) -> None:
+        """Lets an agent ask no more, and tells it to stop; a plain function runs on until it returns."""
+        if episode in self._keys:
+            self.endpoint.shut(self._keys.pop(episode))
+        self._cancel(episode)
+
+    def next(self, seconds: float) -> Event | None:
+        """What an agent has done, if one does something in this time."""
+        with suppress(Empty):
+            return self.inbox.get(seconds > 0, seconds)
+        return None
+
+    def _cancel(self, episode: int) -> None:
+        if episode in self._running:
+            self._running.pop(episode).cancel()
+
+    def _ended(self, episode: int, done: "Future[Any]") -> None:
+        if not done.cancelled():
+            error = done.exception()
+            self._tell(episode, None if error else done.result(), error)
+        elif episode in self._running:  # not by us
+            self._tell(episode, error=RuntimeError("its task was cancelled"))
+
+    def _tell(self, episode: int, outcome: Any = None, error: BaseException | None = None) -> None:
+        file = getattr(getattr(self.agent, "__code__", None), "co_filename", None)
+        self.inbox.put(Ended(episode, outcome, None if error is None else Raised.of(error, file)))
+
+    async def _awaited(self, task: AgentTask) -> Outcome:
+        try:
+            found: Any = self.agent(task)
+            return await found
+        except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop of all agents
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def _call(self, episode: int, task: AgentTask) -> None:
+        try:
+            found: Any = self.agent(task)
+            if inspect.isawaitable(found):  # of an async function in a wrapper
+                found = asyncio.run_coroutine_threadsafe(awaited(found), self._loop).result()
+            self._tell(episode, found)
+        except BaseException as error:  # SystemExit too: it ends the episode, not the run
+            self._tell(episode, error=error)
