@@ -88,23 +88,18 @@ class _Process:
         self.send("close")
         self._closing = True
 
-    def open(self) -> bool:
-        """Begins a rollout, unless an agent of the one before does not give way."""
-        while self._closing:
-            try:
-                if not self.connection.poll(CLOSING_S):
-                    return False
+    def waits(self) -> bool:
+        """Whether its agents have ended, which it waits for. False: one does not give way, or the process has ended."""
+        with suppress(OSError, EOFError):
+            while self._closing and self.connection.poll(CLOSING_S):
                 self._closing = self.connection.recv_bytes() != CLOSED
-            except (OSError, EOFError):
-                return False
-        self.send("open")
-        return True
+            return not self._closing
+        return False
 
     def end(self) -> str:
         """Lets it end, once its agents have, or kills it, unless it has ended; tells how."""
         atexit.unregister(self.end)
-        if self._closing:
-            self.open()
+        self.waits()
         self._outbox.put(None)
         self.connection.close()
         return how_ended(self.process, CLOSING_S)
@@ -126,10 +121,10 @@ class AgentsApart:
     def __enter__(self) -> "AgentsApart":
         waiting = _waiting.get(self.agent)
         self._process = waiting.pop() if waiting else _Process(self.agent)
-        if not self._process.open():
+        if not self._process.waits():
             self._process.end()
             self._process = _Process(self.agent)
-            self._process.open()
+        self._process.send("open")
         return self
 
     def __exit__(self, *error: object) -> None:
