@@ -1,3 +1,4 @@
-"""Batches as bytes: `leaves` encodes tensors, arrays and images for `wire` (pickle), `file` and the collectives."""
+"""Batches as bytes: `leaves` encodes tensors, arrays and images for `wire` (pickle), `file` and the collectives.
 
-__all__: list[str] = []  # Users find `shared_blobs` and the verbs that read and write in `dataproto`.
+Users find `shared_blobs` and the verbs that read and write in `dataproto`.
+"""

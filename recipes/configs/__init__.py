@@ -2,5 +2,3 @@
 
 A recipe's options are a frozen dataclass whose comments are the texts of ``--help``; `parse` makes one of a command line.
 """
-
-__all__: list[str] = []

@@ -1,3 +1,1 @@
 """Data sets as rows, and loaders that build batches of prompts from them."""
-
-__all__: list[str] = []

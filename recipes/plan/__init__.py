@@ -2,5 +2,3 @@
 
 `plan` reads a recipe's options and data, `forecast` computes and names options that fit. See docs/plan.md.
 """
-
-__all__: list[str] = []

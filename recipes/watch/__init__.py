@@ -1,3 +1,1 @@
 """What a run shows: its console, files of metrics and rollouts, trackers, its report, and the viewer in the browser."""
-
-__all__: list[str] = []

@@ -1,3 +1,1 @@
 """The shipped families, one file each; `dataproto.vlm.family_of` imports a file when one of its model types is first used."""
-
-__all__: list[str] = []

@@ -1,3 +1,1 @@
 """Options that several commands share, without torch."""
-
-__all__: list[str] = []
