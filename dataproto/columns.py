@@ -70,15 +70,6 @@ class Column:
         """Each alternative's letters."""
         return [shape.split() for shape in self.shape.split(" or ")]
 
-    @property
-    def shape_text(self) -> str:
-        """The shape as error messages and documents write it.
-
-        >>> COLUMNS["position_ids"].shape_text, COLUMNS["uid"].shape_text
-        ('(B, 4, L) or (B, L)', '(B,)')
-        """
-        return " or ".join(f"({', '.join(letters)}{',' * (len(letters) == 1)})" for letters in self.shapes)
-
 
 MEDIA_INPUTS, IMAGE_KEYS = "multi_modal_inputs", "image_keys"
 PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS = "prompt_routed_experts", "routed_experts"

@@ -110,21 +110,6 @@ class RaggedTensor:
         return cls(values, [len(row) for row in distinct])[np.unique(owners, return_inverse=True)[1]]
 
     @classmethod
-    def from_padded(cls, tensor: torch.Tensor, mask: torch.Tensor) -> Self:
-        """Makes a column of the tokens of ``tensor`` ``(B, L, *tail)`` where ``mask`` ``(B, L)`` (bool, or 0 and 1) is true.
-
-        Raises:
-            InvalidColumn: the shapes do not fit.
-
-        >>> RaggedTensor.from_padded(torch.tensor([[0, 5], [6, 7]]), torch.tensor([[0, 1], [1, 1]])).values
-        tensor([5, 6, 7])
-        """
-        if tensor.ndim < 2 or tensor.shape[:2] != mask.shape:
-            raise InvalidColumn(f"a mask {tuple(mask.shape)} does not fit a padded tensor {tuple(tensor.shape)}")
-        kept = mask.bool()
-        return cls(tensor[kept.to(tensor.device)], kept.sum(dim=1))
-
-    @classmethod
     def from_nested(cls, nested: Any) -> Self:
         """Makes a column of the rows of a nested tensor ``(B, n_i, *tail)``; the jagged layout is not copied.
 

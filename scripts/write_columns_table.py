@@ -11,7 +11,8 @@ def columns_table() -> list[str]:
     """The lines of the table in Markdown."""
     lines = ["| column | dtype | shape | written by | read by | what |", "|---|---|---|---|---|---|"]
     for each in COLUMNS.values():
-        cells = (f"`{each.name}`", each.dtype, each.shape_text, each.written_by, each.read_by, each.meaning)
+        shape = " or ".join(f"({', '.join(letters)}{',' * (len(letters) == 1)})" for letters in each.shapes)
+        cells = (f"`{each.name}`", each.dtype, shape, each.written_by, each.read_by, each.meaning)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

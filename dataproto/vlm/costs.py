@@ -270,20 +270,15 @@ class ForwardCosts(ABC):
         """Grids ``(N, 3)`` int64 that the towers read, of images, then of videos, then of sounds."""
 
     def flops(
-        self,
-        config: Any,
-        lengths: Tensor | Sequence[int],
-        image_grid_thw: Tensor | None = None,
-        video_grid_thw: Tensor | None = None,
-        logit_tokens: int | None = None,
+        self, config: Any, lengths: Tensor | Sequence[int], grids: Tensor | None = None, logit_tokens: int | None = None
     ) -> Flops:
-        """Operations of a forward pass over rows of ``lengths (B,)`` attended tokens and over media, each grid counted once.
+        """Operations of a forward pass over rows of ``lengths (B,)`` attended tokens and over media of ``grids (N, 3)``.
 
         ``logit_tokens`` is the number of tokens whose logits are computed, by default all.
         """
         rows = torch.as_tensor(lengths).long()
         logits = int(rows.sum()) if logit_tokens is None else logit_tokens
-        vision = self.vision_flops(config, join_grids(image_grid_thw, video_grid_thw)).sum(0).tolist()
+        vision = self.vision_flops(config, join_grids(grids)).sum(0).tolist()
         language = self._language_flops(config.get_text_config(), rows).sum(0).tolist()
         return Flops(vision[0], vision[1], language[0], language[1], logits * logit_flops(config.get_text_config()))
 

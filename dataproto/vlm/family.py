@@ -362,21 +362,6 @@ class VLMFamily(PromptLayout, ForwardCosts):
             raise MediaMismatch("media without spans, or spans without media: both come from one `distinct_media`")
         return place(embeddings, features[:, 0], spans), self.extras(features, embeddings.shape[:-1], spans)
 
-    def embed(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        media: Mapping[str, Tensor],
-        spans: MediaSpans | None = None,
-        vision_kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`features` and `merge`: embeddings ``(B, L, H)`` of ``input_ids (B, L)``, or packed ``(1, T)``, and the `extras`.
-
-        ``media`` and ``spans`` come from `distinct_media` and `media_spans`; for text both are empty.
-        """
-        features = self.features(model, media, **(vision_kwargs or {})) if media else None
-        return self.merge(model, input_ids, features, spans)
-
     def decode(
         self,
         model: Any,

@@ -250,16 +250,7 @@ def test_padded_and_back(side: Any, make: Any) -> None:
     data = make()
     padded, mask = data.to_padded(side), data.mask(side)
     assert padded.shape == (len(data), mask.shape[1], *data.tail)
-    for form in (mask, mask.long(), mask.to(torch.uint8)):
-        assert RaggedTensor.from_padded(padded, form) == data
-
-
-def test_from_padded_takes_holes_and_refuses_other_shapes() -> None:
-    tensor = torch.arange(6).view(2, 3)
-    assert lists(RaggedTensor.from_padded(tensor, torch.tensor([[1, 0, 1], [0, 0, 0]]))) == [[0, 2], []]
-    for wrong in (torch.ones(2, 2), torch.ones(2), torch.ones(2, 3, 1)):
-        with pytest.raises(InvalidColumn, match="mask"):
-            RaggedTensor.from_padded(tensor, wrong)
+    assert RaggedTensor(padded[mask], mask.sum(1)) == data
 
 
 @pytest.mark.parametrize("make", [ragged, wide, lambda: ragged()[:0], lambda: ragged()[[2, 0]]])
@@ -386,13 +377,13 @@ def test_gradients_flow_to_the_values(read: Any) -> None:
     assert values.grad.tolist() == [1, 1, 2, 2, 2, 0]
 
 
-def test_gradients_reach_a_padded_tensor() -> None:
-    padded = torch.ones(2, 2, requires_grad=True)
-    data = RaggedTensor.from_padded(padded, torch.tensor([[1, 0], [1, 1]]))
+def test_gradients_reach_the_values() -> None:
+    values = torch.ones(3, requires_grad=True)
+    data = RaggedTensor(values, [1, 2])
     assert data.requires_grad
     assert not data.detach().requires_grad
     (data.values * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
-    assert padded.grad.tolist() == [[1, 0], [2, 3]]
+    assert values.grad.tolist() == [1, 2, 3]
 
 
 # Every dtype
@@ -407,7 +398,7 @@ def test_every_dtype(dtype: torch.dtype) -> None:
     chosen = data[[2, 0]]
     assert chosen.dtype == dtype
     assert chosen == RaggedTensor(torch.tensor([1, 1, 0, 1, 0]).to(dtype), [3, 2])
-    assert RaggedTensor.from_padded(chosen.to_padded("left"), chosen.mask("left")) == chosen
+    assert RaggedTensor(chosen.to_padded("left")[chosen.mask("left")], chosen.lengths) == chosen
     assert RaggedTensor.concat([chosen, RaggedTensor(torch.ones(2).to(dtype), [2])])[2].dtype == dtype
 
 

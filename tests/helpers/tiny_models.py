@@ -665,3 +665,8 @@ def whole_omni(path: Any) -> Any:
     model.save_pretrained(path)
     torch.save({"Ethan": {"bos_token": 1, "cond": torch.ones(2), "ref_mel": torch.ones(3)}}, path / "spk_dict.pt")
     return model
+
+
+def embedded(family, model, ids, inputs, spans=None):
+    """Embeddings with the features of joined media, and the `VLMFamily.extras`."""
+    return family.merge(model, ids, family.features(model, inputs) if inputs else None, spans)

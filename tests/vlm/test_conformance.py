@@ -19,13 +19,13 @@ from helpers.tiny_models import (
     END,
     FURTHER_TYPES,
     GEMMA4_TYPES,
-    IMAGE,
     MOE_TYPES,
     OMNI_TYPES,
     START,
     TILED,
     VIDEO,
     VLM_TYPES,
+    embedded,
     expand,
     forward_inputs,
     forward_positions,
@@ -101,7 +101,7 @@ def packed_logits(model, rows, media):
     positions = forward_positions(family.position_ids(types, mask, **media_grids(media), config=model.config))
     distinct = family.distinct_media(media, model.config)
     spans = media_spans(types[kept][None], distinct, pad(mask.sum(1).cumsum(0), (1, 0)))
-    embeddings, extras = family.embed(model, ids[kept][None], distinct.inputs, spans)
+    embeddings, extras = embedded(family, model, ids[kept][None], distinct.inputs, spans)
     places = positions[..., kept].unsqueeze(-2)
     packed = pack_rows(ids, mask, types, torch.zeros(len(ids), 0), types)
     with packed_layers(model):
@@ -202,7 +202,7 @@ def test_generation_with_a_cache_equals_the_whole_sequence(model_type):
     with torch.no_grad():
         expected = padded_logits(model, *whole, media)[:, -4:].log_softmax(-1)
         cache_ = DynamicCache(config=model.config)
-        embeddings, extras = family.embed(model, ids, distinct.inputs, media_spans(types, distinct))
+        embeddings, extras = embedded(family, model, ids, distinct.inputs, media_spans(types, distinct))
         hidden = [
             family.decode(
                 model,
@@ -214,7 +214,7 @@ def test_generation_with_a_cache_equals_the_whole_sequence(model_type):
             )
         ]
         for step in range(3):
-            embeddings, extras = family.embed(model, answers[:, step : step + 1], {})
+            embeddings, extras = embedded(family, model, answers[:, step : step + 1], {})
             mask = pad(mask, (0, 1), value=1)
             now = following[..., step : step + 1]
             hidden.append(family.decode(model, embeddings, now, extras, attention_mask=mask, cache=cache_))
@@ -226,7 +226,7 @@ def test_generation_with_a_cache_equals_the_whole_sequence(model_type):
 def test_text_alone_needs_no_tower(model_type):
     model, family = model_of(model_type), family_of(model_type)
     ids = torch.tensor([[1, 2, 3]])
-    embeddings, extras = family.embed(model, ids, {})
+    embeddings, extras = embedded(family, model, ids, {})
     assert extras.keys() == ({"per_layer_inputs"} if model_type == "gemma4+per_layer" else set())
     assert torch.equal(embeddings, model.get_input_embeddings()(ids))
     with pytest.raises(MediaMismatch, match="both come from one"):
@@ -242,7 +242,7 @@ def test_the_smallest_image_runs_the_tower_and_weighs_nothing(model_type):
     dummy = family.dummy_media(model.config)
     hidden = [
         family.decode(model, embeddings, positions, extras)
-        for embeddings, extras in (family.embed(model, ids, {}), family.embed(model, ids, dummy, nothing))
+        for embeddings, extras in (embedded(family, model, ids, {}), embedded(family, model, ids, dummy, nothing))
     ]
     assert torch.equal(*hidden)
     parts = [model.get_submodule(path) for path in family.vision_parts]
@@ -265,10 +265,7 @@ def test_vision_keywords_reach_the_tower(model_type):
     )
     inputs = image_inputs(model.config, (2, 2))
     row = {name: x for name, x in inputs.items() if name not in family.media_layout.audio_names}
-    media = family.distinct_media([row], model.config)
-    types = torch.ones(1, int(media.images[0, 1]))
-    spans = media_spans(types, media)
-    family.embed(model, torch.full(types.shape, IMAGE), media.inputs, spans, vision_kwargs={"a_keyword": 3})
+    family.features(model, family.distinct_media([row], model.config).inputs, a_keyword=3)
     hook.remove()
     assert seen["a_keyword"] == 3
 

@@ -11,6 +11,7 @@ from dataproto.vlm.families.qwen3_5 import CHUNK, recurrence_flops
 from helpers.tiny_models import (
     EACH_TYPE,
     GEMMA4_TYPES,
+    embedded,
     expand,
     forward_positions,
     image_inputs,
@@ -84,7 +85,7 @@ def test_counts_equal_those_of_the_counter(model_type):
     positions = family.position_ids(types, mask, **media_grids([row]), config=config)
     media = family.distinct_media([row], config)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        embeddings, extras = family.embed(model, ids, media.inputs, media_spans(types, media))
+        embeddings, extras = embedded(family, model, ids, media.inputs, media_spans(types, media))
         vision = counts_of(counter)
         family.lm_head(model)(family.decode(model, embeddings, forward_positions(positions), extras))
     everything = counts_of(counter)

@@ -20,7 +20,7 @@ from dataproto.vlm import family_of, media_spans
 from dataproto.vlm.families.idefics3 import number_words, tile_grid
 from helpers.shown_models import TILED_TYPES
 from helpers.tiled_models import check_greedy_tokens, check_prompts, check_wrong_tiles, tiled_rows, write_with_pictures
-from helpers.tiny_models import IMAGE, TILE, encode_text, image_inputs, tiny_config, tiny_model
+from helpers.tiny_models import IMAGE, TILE, embedded, encode_text, image_inputs, tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
 from rollout.hf.engine import HFEngine
 from rollout.pretrained import load_image_processor
@@ -79,7 +79,7 @@ def test_prompts_and_log_probs_are_hugging_faces(checkpoint):
         padding = {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
         ids, mask = pictured["input_ids"], pictured["attention_mask"]
         expected = model(input_ids=ids, attention_mask=mask, **padding).logits
-        embeddings, _ = FAMILY.embed(model, ids, media.inputs, spans)
+        embeddings, _ = embedded(FAMILY, model, ids, media.inputs, spans)
         hidden = FAMILY.decode(model, embeddings, pictured["position_ids"], attention_mask=mask)
     ours, theirs = (x[mask.bool()].log_softmax(-1) for x in (FAMILY.lm_head(model)(hidden), expected))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)

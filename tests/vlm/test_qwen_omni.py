@@ -28,6 +28,7 @@ from helpers.tiny_models import (
     OMNI_TYPES,
     START,
     VIDEO,
+    embedded,
     forward_media,
     image_inputs,
     padded,
@@ -86,7 +87,7 @@ def packed(model, made, media):
     positions = family.position_ids(types, mask, **media_grids(media), config=model.config)
     distinct = family.distinct_media(media, model.config)
     spans = media_spans(types[kept][None], distinct, pad(mask.sum(1).cumsum(0), (1, 0)))
-    embeddings, extras = family.embed(model, ids[kept][None], distinct.inputs, spans)
+    embeddings, extras = embedded(family, model, ids[kept][None], distinct.inputs, spans)
     places = positions.transpose(0, 1)[..., kept].unsqueeze(-2)
     bounds = pack_rows(ids, mask, types, torch.zeros(len(ids), 0), types).cu_seqlens
     return model.lm_head(family.decode(model, embeddings, places, extras, cu_seq_lens_q=bounds))[0]
