@@ -118,6 +118,8 @@ class VLMFamily(PromptLayout, ForwardCosts):
     """
     numbered_layers: bool = False
     """The decoder looks up what it hands to a layer, such as rotary angles, by the layer's number in the whole model."""
+    mask_types: str = ""
+    """Keyword by which the model's ``create_masks_for_generate`` takes the types of tokens, if images see each other."""
     deep_method: str = ""
     """Method ``(states, mask, level)`` of the language model that adds a level of deep features after a layer. The packed model
     replaces it: the mask is then what `placed_extras` gives.
@@ -278,9 +280,14 @@ class VLMFamily(PromptLayout, ForwardCosts):
             attention_mask: ``(B, T)`` of all tokens, those in the cache included; token_types ``(B, T)`` too.
             cache: that of `decode`, before these L tokens are added.
 
-        Default: ``attention_mask``, by which every token sees those before it.
+        Default: ``attention_mask``, by which every token sees those before it; with `mask_types` a mask for each kind of layer,
+        which transformers makes.
         """
-        return attention_mask
+        if not self.mask_types:
+            return attention_mask
+        make = model.create_masks_for_generate
+        given = {cache_argument(make): cache, self.mask_types: token_types, "position_ids": None}
+        return make(config=model.config, inputs_embeds=embeddings, attention_mask=attention_mask, **given)
 
     def features(self, model: Any, media: Mapping[str, Tensor], **vision_kwargs: Any) -> Tensor:
         """Features ``(F, levels, H)`` of images, then videos, with every level that `merge` needs."""
@@ -447,13 +454,6 @@ def cache_argument(function: Callable[..., Any]) -> str:
     """
     old = "past_key_values"
     return old if old in inspect.signature(function).parameters else "cache"
-
-
-def masks_by_kind(model: Any, embeddings: Tensor, attention_mask: Tensor, cache: Any, **types: Tensor) -> Any:
-    """`VLMFamily.decoder_masks` as transformers makes them: one for each kind of layer, by the types of tokens."""
-    make = model.create_masks_for_generate
-    shown = {"inputs_embeds": embeddings, "attention_mask": attention_mask, cache_argument(make): cache}
-    return make(config=model.config, position_ids=None, **shown, **types)
 
 
 def pooled(output: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dataproto.errors import InvalidConfig
 from dataproto.vlm.costs import siglip_flops
-from dataproto.vlm.family import VLMFamily, masks_by_kind
+from dataproto.vlm.family import VLMFamily
 from dataproto.vlm.media import EqualImages, Ids
 
 MAX_NEWLINES = 31
@@ -61,6 +61,7 @@ class Gemma3(VLMFamily):
     image_text = ("\n\n<start_of_image>", "<end_of_image>\n\n")
     mrope = False
     numbered_layers = True
+    mask_types = "token_type_ids"
     vision_tower = "model.vision_tower"
     vision_blocks = "model.vision_tower.encoder.layers"
     mergers = ("model.multi_modal_projector",)
@@ -101,12 +102,6 @@ class Gemma3(VLMFamily):
         output = model.model.get_image_features(media["pixel_values"], return_dict=True, **vision_kwargs)
         features: Tensor = output.pooler_output.flatten(0, 1)
         return features
-
-    def decoder_masks(
-        self, model: Any, embeddings: Tensor, attention_mask: Tensor, token_types: Tensor, cache: Any = None
-    ) -> Any:
-        """Masks by kind of layer, in which tokens of an image see each other."""
-        return masks_by_kind(model, embeddings, attention_mask, cache, token_type_ids=token_types)
 
     def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
         """The number of tokens of an image."""

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.transfer import move, move_readable
 from dataproto.vlm.costs import causal_pairs
-from dataproto.vlm.family import DECODER_PLAN, SoftCap, VLMFamily, masks_by_kind
+from dataproto.vlm.family import DECODER_PLAN, SoftCap, VLMFamily
 from dataproto.vlm.media import MediaLayout, MediaSpans, check_limits
 
 FEATURES = (70, 140, 280, 560, 1120)
@@ -104,6 +104,7 @@ class Gemma4(VLMFamily):
     image_text = ("<|image>", "<image|>")
     mrope = False
     numbered_layers = True
+    mask_types = "mm_token_type_ids"
     vision_tower = "model.vision_tower"
     vision_blocks = "model.vision_tower.encoder.layers"
     gated_tower = True
@@ -175,12 +176,6 @@ class Gemma4(VLMFamily):
         found = tower(pixel_values=batch[0], pixel_position_ids=batch[1], **segments, **vision_kwargs)
         features: Tensor = embedder(inputs_embeds=found.last_hidden_state)
         return features
-
-    def decoder_masks(
-        self, model: Any, embeddings: Tensor, attention_mask: Tensor, token_types: Tensor, cache: Any = None
-    ) -> Any:
-        """Masks by kind of layer."""
-        return masks_by_kind(model, embeddings, attention_mask, cache, mm_token_type_ids=token_types)
 
     def processor_files(self, config: Any) -> dict[str, dict[str, Any]]:
         """The processors of audio and videos, without which there is no Gemma4Processor."""
