@@ -22,8 +22,7 @@ from PIL import Image, ImageDraw
 
 from recipes.configs.browse_config import BrowseConfig, parse
 from recipes.configs.episodes_config import WarmUpPhaseConfig
-from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split
-from recipes.demo.tiny_model import TinyConfig
+from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split, task_row
 from recipes.grpo import step_for
 from recipes.options import training_command
 from recipes.run.episode_roles import Played
@@ -115,9 +114,7 @@ class PageRows(RowsBySeed):
         """
         random = Random(f"browse/{self.split}/{self.seed}/{place}")
         left, top = (random.randrange(SIDE - BUTTON + 1) for _ in range(2))
-        page = {"left": left, "top": top, "opacity": self.opacity}
-        prompt = [{"role": "system", "content": TASK}]
-        return {"prompt": prompt, "data_source": self.source, "extra_info": page, "index": place}
+        return task_row(TASK, self.source, place, left=left, top=top, opacity=self.opacity)
 
 
 class RandomClicks(RowsBySeed):
@@ -134,11 +131,7 @@ class RandomClicks(RowsBySeed):
         return page | {"prompt": [*page["prompt"], *said], "images": [image, image]}
 
 
-SMALL = SmallModel(
-    TinyConfig(vocabulary=400, layers=1, text_std=0.05, vision_std=0.2, min_pixels=28**2, max_pixels=28**2),
-    texts=[*(20 * [TASK]), *(20 * CLICKS)],
-    demonstrations=RandomClicks,
-)
+SMALL = SmallModel(texts=[*(20 * [TASK]), *(20 * CLICKS)], demonstrations=RandomClicks)
 
 
 def browse_task(config: BrowseConfig) -> PolicyTask:

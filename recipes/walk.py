@@ -9,18 +9,14 @@ Each evaluation walks greedily in grids of its own, and measures two controls: p
 
 from recipes.configs.walk_config import WalkConfig, parse
 from recipes.demo.grid_walk import MOVES, TASK, GridWalk, RandomWalks, WalkRows
-from recipes.demo.tiny_model import TinyConfig
 from recipes.options import training_command
 from recipes.ppo import episode_step
 from recipes.run.policy_gradient import PolicyTask, run
 from recipes.run.synthetic_environment import SyntheticEnvironment, episode_task
 
-SIDE = 28  # pixels at which the small model sees a grid: one visual token
 WALK = SyntheticEnvironment(
     make=GridWalk,
     rows=WalkRows,
-    controls=("other", "blank"),
-    model=TinyConfig(vocabulary=400, layers=1, text_std=0.05, vision_std=0.2, min_pixels=SIDE**2, max_pixels=SIDE**2),
     texts=[*(20 * [TASK]), *(50 * list(MOVES))],
     demonstrations=RandomWalks,
 )

@@ -15,18 +15,14 @@ from transformers.utils import get_json_schema
 
 from recipes.configs.zoom_config import ZoomConfig, parse
 from recipes.demo.digit_zoom import PLACES, TASK, TOOL_TASK, DigitZoom, DigitZoomByTool, RandomLooks, ZoomRows
-from recipes.demo.tiny_model import TinyConfig
 from recipes.options import training_command
 from recipes.ppo import episode_step
 from recipes.run.policy_gradient import PolicyTask, run
 from recipes.run.synthetic_environment import SyntheticEnvironment, episode_task
 
-SIDE = 28  # pixels at which the small model sees what it is shown: one visual token
 ZOOM = SyntheticEnvironment(
     make=DigitZoom,
     rows=ZoomRows,
-    controls=("other", "blank"),
-    model=TinyConfig(vocabulary=400, layers=1, text_std=0.05, vision_std=0.2, min_pixels=SIDE**2, max_pixels=SIDE**2),
     texts=[*(20 * [TASK]), *(50 * list(PLACES)), *(50 * list("0123456789"))],
     demonstrations=RandomLooks,
 )

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from PIL import Image, ImageDraw
 
 from recipes.demo.figure import font_of
-from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split
+from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split, task_row
 from rollout.environments import Observation, ToolEnvironment
 
 SIDE, VIEW = 448, 56  # pixels along each side of a picture, and of what is shown of it at a time
@@ -194,13 +194,8 @@ class ZoomRows(RowsBySeed):
     def row(self, place: int) -> dict[str, Any]:
         """The name of a picture, and its digit."""
         name = f"zoom/{self.split}/{self.seed}/{place}"
-        return {
-            "prompt": [{"role": "system", "content": self.task}],
-            "data_source": self.source,
-            "reward_model": {"ground_truth": asked_digit(name)},
-            "extra_info": {"picture": name, "shown": self.shown},
-            "index": place,
-        }
+        row = task_row(self.task, self.source, place, picture=name, shown=self.shown)
+        return row | {"reward_model": {"ground_truth": asked_digit(name)}}
 
 
 class RandomLooks(RowsBySeed):

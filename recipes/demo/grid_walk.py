@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
-from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split
+from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split, task_row
 from rollout.environments import Observation
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
@@ -108,12 +108,7 @@ class WalkRows(RowsBySeed):
     def row(self, place: int) -> dict[str, Any]:
         """A layout."""
         agent, goal = draw_layout(Random(f"walk/{self.split}/{self.seed}/{place}"))
-        return {
-            "prompt": [{"role": "system", "content": TASK}],
-            "data_source": self.source,
-            "extra_info": {"agent": agent, "goal": goal, "shown": self.shown},
-            "index": place,
-        }
+        return task_row(TASK, self.source, place, agent=agent, goal=goal, shown=self.shown)
 
 
 class RandomWalks(RowsBySeed):

@@ -143,6 +143,12 @@ class RowsBySeed(Sequence[dict[str, Any]]):
         raise NotImplementedError
 
 
+def task_row(task: str, source: str, place: int, **described: Any) -> dict[str, Any]:
+    """A row of prompts that says what to do, and in its ``extra_info`` what an environment makes of it."""
+    prompt = [{"role": "system", "content": task}]
+    return {"prompt": prompt, "data_source": source, "extra_info": described, "index": place}
+
+
 class DrawnRows(RowsBySeed):
     """Rows with pictures of their own."""
 

@@ -29,15 +29,17 @@ from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 
 MODEL = "model"  # folder of the run's directory
+ONE_TOKEN = TinyConfig(vocabulary=400, layers=1, text_std=0.05, vision_std=0.2, min_pixels=28**2, max_pixels=28**2)
+"""Sizes of a small model that sees each picture as one token."""
 
 
 @dataclass(frozen=True)
 class SmallModel:
     """A small Qwen2.5-VL that learns the form of an answer before it plays."""
 
-    model: TinyConfig
     texts: Sequence[str]  # on which its tokenizer is trained
     demonstrations: Callable[[int], Any]  # of a seed, as conversations
+    model: TinyConfig = ONE_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class SyntheticEnvironment(SmallModel):
 
     make: MakeEnvironment
     rows: Callable[..., Any]
-    controls: Sequence[str]
+    controls: Sequence[str] = ("other", "blank")
     template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, such as tools
 
 

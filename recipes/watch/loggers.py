@@ -20,12 +20,11 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import indent
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -304,7 +303,7 @@ def check_loggers(names: Sequence[str]) -> None:
             require_extra("loggers" if name == "tensorboard" else name, f"logger {name!r}", name)
         elif name != JSONL and ":" not in name:
             known = ", ".join([JSONL, *LOGGERS])
-            raise InvalidConfig(f"logger {name!r} is unknown: choose from {known}, MODULE:CLASS or FILE.py:CLASS")
+            raise InvalidConfig(f"logger {name!r} is unknown: choose from {known} or FILE.py:CLASS")
 
 
 @contextmanager
@@ -319,7 +318,9 @@ def open_loggers(names: Sequence[str] | None, run: LoggedRun) -> Iterator[RunLog
         if not names:
             print("no TensorBoard events: pip install 'dataproto-vlm[loggers]'", file=sys.stderr)
     check_loggers(names)
-    factories = {name: _load(name) for name in names if name != JSONL}
+    factories: dict[str, Callable[[LoggedRun], RunLogger]] = {
+        name: LOGGERS.get(name) or load_named_function(name, "logger", InvalidConfig) for name in names if name != JSONL
+    }
     with closing(RunLoggers(run.directory, MetricsLog(run.directory, run.resume_after))) as loggers:
         for name, factory in factories.items():
             try:
@@ -329,15 +330,3 @@ def open_loggers(names: Sequence[str] | None, run: LoggedRun) -> Iterator[RunLog
             except Exception as error:
                 raise InvalidConfig(f"logger {name!r} cannot start: {describe(error)}") from error
         yield loggers
-
-
-def _load(name: str) -> Callable[..., RunLogger]:
-    module, _, attribute = name.rpartition(":")
-    if name in LOGGERS:
-        return LOGGERS[name]
-    if module.endswith(".py"):
-        return load_named_function(name, "logger", InvalidConfig)
-    try:
-        return cast(Callable[..., RunLogger], getattr(import_module(module), attribute))
-    except Exception as error:
-        raise InvalidConfig(f"logger {name!r} cannot be imported: {describe(error)}") from error

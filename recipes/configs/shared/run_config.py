@@ -34,7 +34,7 @@ class RunConfig:
         seed: seed of data order and sampling, and of the small model's weights
         output_dir: directory of metrics, checkpoints and report
         loggers: trackers in addition to metrics.jsonl: tensorboard, wandb, trackio, swanlab, or a class of yours
-            as MODULE:CLASS or FILE.py:CLASS; default: tensorboard if it is installed
+            as FILE.py:CLASS; default: tensorboard if it is installed
         console_columns: metrics that the console shows too, such as reward/acc
     """
 
