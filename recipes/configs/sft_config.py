@@ -12,7 +12,7 @@ from pathlib import Path
 from dataproto.errors import InvalidConfig
 from recipes.configs.shared.run_config import RunConfig
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig, tiny_schedule
-from recipes.data.column_keys import ColumnKeys, refuse_without_data
+from recipes.data.column_keys import ColumnOptions, refuse_without_data
 from recipes.options import parse_recipe
 from rollout.prompts.messages import Turns
 
@@ -20,7 +20,7 @@ OUTPUT_DIR = Path("outputs/sft")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTDataConfig(RowsConfig):
+class SFTDataConfig(RowsConfig, ColumnOptions):
     """Conversations: where they come from and what of them is learnt.
 
     Attributes:
@@ -28,7 +28,6 @@ class SFTDataConfig(RowsConfig):
         weights: how often rows are taken from each of --data-path; default: as often as it has rows
         eval_data_path: held-out conversations: a set, or several, each as PATH or NAME=PATH; default: the "test" split of
             a folder or data set name, or a file's last rows
-        media_root: folder at which relative paths of images and videos start; default: that of the file
         turns: which of the assistant's turns are learnt
         streaming: read data sets as they come, without their length; needs --eval-data-path to evaluate
         shuffle_buffer: rows among which a stream is shuffled
@@ -36,8 +35,6 @@ class SFTDataConfig(RowsConfig):
 
     data_path: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
-    media_root: str | None = None
-    keys: ColumnKeys = field(default_factory=ColumnKeys)
     turns: Turns = "all"
     streaming: bool = False
     shuffle_buffer: int = 1024

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -118,6 +118,44 @@ def eval_sets(given: EvalPaths) -> dict[str, str]:
             raise InvalidConfig(f"eval_data_path: {found[name]} and {path} are both {name!r}: write NAME=PATH")
         found[name] = path
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """Where rows come from, which of them are held out, and how they are read.
+
+    Attributes:
+        min_pixels: pixels to which smaller images are enlarged; default: as the checkpoint says
+        max_pixels: pixels to which larger images are shrunk; default: as the checkpoint says
+        template_arguments: arguments of the chat template, in training and evaluation, such as enable_thinking false
+        on_bad_row: what to do at an unusable row: stop, or skip it and take the next good one
+    """
+
+    data_path: str | tuple[str, ...] | None = None
+    eval_data_path: EvalPaths = None
+    batch_size: int = 64
+    eval_rows: int = 256
+    max_response_length: int = 128
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    template_arguments: dict[str, int | float | bool | str] = field(default_factory=dict)
+    on_bad_row: OnBadRow = "stop"
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        eval_sets(self.eval_data_path)  # raises for two sets of one name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnOptions(RowOptions):
+    """Those of rows with columns of any names.
+
+    Attributes:
+        media_root: folder at which relative paths of images and videos start; default: that of the file
+    """
+
+    media_root: str | None = None
+    keys: ColumnKeys = field(default_factory=ColumnKeys)
 
 
 def refuse_without_data(data: Any, rows: str, *names: str) -> None:

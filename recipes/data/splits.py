@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import ConcatDataset, Subset
 
 from dataproto.errors import InvalidConfig
-from recipes.data.column_keys import ColumnKeys, EvalPaths, OnBadRow, eval_sets
+from recipes.data.column_keys import ColumnKeys, ColumnOptions, eval_sets
 from recipes.data.loader import PromptLoader, drop_overlong
 from recipes.data.row_values import columns_left_out
 from recipes.demo.problems import EPOCH_ROWS, RowsBySeed
@@ -17,27 +17,8 @@ ReadSplit = Callable[[str, str], Any]
 """A path or the name of a data set, and ``train`` or ``test`` -> its rows that fit."""
 
 
-class HeldOutOptions(Protocol):
-    """The options of data of which some are held out."""
-
-    @property
-    def keys(self) -> ColumnKeys: ...
-
-    @property
-    def media_root(self) -> str | None: ...
-
-    @property
-    def on_bad_row(self) -> OnBadRow: ...
-
-    @property
-    def eval_data_path(self) -> EvalPaths: ...
-
-    @property
-    def eval_rows(self) -> int: ...
-
-
 def open_sets(
-    data: HeldOutOptions,
+    data: ColumnOptions,
     paths: Sequence[str],
     open_rows: Callable[..., Any],
     builder: PromptBuilder,

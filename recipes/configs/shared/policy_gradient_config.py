@@ -10,7 +10,7 @@ from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.device_preset import Machine, fitting, on_devices, this_machine
 from recipes.configs.shared.rollout_options import AgentsConfig, RolloutOptions
 from recipes.configs.shared.run_config import RecipeConfig, check_at_least, check_kept
-from recipes.data.column_keys import ColumnKeys, EvalPaths, OnBadRow, eval_sets, refuse_without_data
+from recipes.data.column_keys import ColumnOptions, refuse_without_data
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.data.row_values import read_instruction
 from recipes.demo.sounds import SoundLevel, check_level
@@ -24,25 +24,20 @@ if TYPE_CHECKING:
     from workers.roles.model_worker import PolicyConfig
 
 
-@dataclass(frozen=True)
-class DataConfig:
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(ColumnOptions):
     """Prompts: where they come from and what fits.
 
     Attributes:
         data_path: training data: parquet file, folder, or data set name; default: synthetic problems
         eval_data_path: held-out problems: a set, or several, each as PATH or NAME=PATH; default: the "test" split of
             --data-path, or a single file's last rows
-        media_root: folder at which relative paths of images and videos start; default: that of the file
         level: synthetic problems: 1, about pictures; or about sounds: notes, clicks or digits
         batch_size: prompts of a step
         eval_rows: number of held-out problems of each set: the first ones of their split
         eval_samples: answers to each held-out problem: 1 greedy one, or several sampled as in training, for pass@k
         max_prompt_length: tokens of a prompt, image tokens included; longer prompts are left out
         max_response_length: tokens of a response; longer responses are cut
-        min_pixels: pixels to which smaller images are enlarged; default: as the checkpoint says
-        max_pixels: pixels to which larger images are shrunk; default: as the checkpoint says
-        template_arguments: arguments of the chat template, in training and evaluation, such as enable_thinking false
-        on_bad_row: what to do at an unusable row: stop, or skip it and take the next good one
         instruction: text added to the problem of a row in EasyR1's schema, or to the text of --prompt-key; or a template
             of jinja around it, such as "{{ content }} Think first.", or a file of either
         num_workers: processes that prepare images ahead
@@ -51,24 +46,16 @@ class DataConfig:
     """
 
     data_path: str | None = None
-    eval_data_path: EvalPaths = None
-    media_root: str | None = None
     level: int | SoundLevel = 1
     batch_size: int = 512
-    eval_rows: int = 256
     eval_samples: int = 1
     max_prompt_length: int = 2048
     max_response_length: int = 2048
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    template_arguments: dict[str, int | float | bool | str] = field(default_factory=dict)
-    on_bad_row: OnBadRow = "stop"
-    keys: ColumnKeys = field(default_factory=ColumnKeys)
     instruction: str = INSTRUCTION
-    num_workers: int = 0
     curriculum: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         refuse_without_data(self, "problems", "media_root")
         if self.curriculum and self.num_workers:
             raise InvalidConfig(
@@ -76,7 +63,6 @@ class DataConfig:
             )
         check_at_least(1, self, "batch_size", "eval_rows", "eval_samples", "max_prompt_length", "max_response_length")
         check_at_least(0, self, "num_workers")
-        eval_sets(self.eval_data_path)  # raises for two sets of one name
         check_level(self.level)
 
     def idle_options(self) -> list[tuple[bool, str, str]]:

@@ -6,12 +6,12 @@ from typing import Any
 
 from dataproto.errors import InvalidConfig
 from recipes.configs.shared.run_config import RecipeConfig, RunConfig, check_at_least, check_kept
-from recipes.data.column_keys import ColumnKeys, EvalPaths, OnBadRow, eval_sets, refuse_without_data
+from recipes.data.column_keys import ColumnOptions, RowOptions, refuse_without_data
 from workers.model.model_config import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowsConfig:
+class RowsConfig(RowOptions):
     """How rows become batches, wherever they come from.
 
     Attributes:
@@ -21,26 +21,13 @@ class RowsConfig:
         eval_rows: number of held-out rows of each set
         max_length: tokens of a row, image tokens included; longer rows are left out
         max_response_length: tokens of an answer to a held-out question; 0: none is asked
-        min_pixels: pixels to which smaller images are enlarged; default: as the checkpoint says
-        max_pixels: pixels to which larger images are shrunk; default: as the checkpoint says
-        template_arguments: arguments of the chat template, in training and evaluation, such as enable_thinking false
-        on_bad_row: what to do at an unusable row: stop, or skip it and take the next good one
         num_workers: processes that prepare rows ahead
     """
 
-    eval_data_path: EvalPaths = None
-    batch_size: int = 64
-    eval_rows: int = 256
     max_length: int = 4096
-    max_response_length: int = 128
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    template_arguments: dict[str, int | float | bool | str] = field(default_factory=dict)
-    on_bad_row: OnBadRow = "stop"
-    num_workers: int = 0
 
     def __post_init__(self) -> None:
-        eval_sets(self.eval_data_path)  # raises for two sets of one name
+        super().__post_init__()
         check_at_least(1, self, "batch_size", "eval_rows", "max_length")
         check_at_least(0, self, "num_workers", "max_response_length")
 
@@ -72,20 +59,17 @@ def tiny_schedule(output_dir: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceDataConfig(RowsConfig):
+class PreferenceDataConfig(RowsConfig, ColumnOptions):
     """Preferred answers: where they come from.
 
     Attributes:
         data_path: training data: parquet or JSON file, folder, or data set name; default: synthetic pairs
         eval_data_path: held-out answers: a set, or several, each as PATH or NAME=PATH; default: the "test" split of a folder
             or data set name, or a file's last rows
-        media_root: folder at which relative paths of images and videos start; default: that of the file
         batch_size: pairs of a step, or answers without a partner
     """
 
     data_path: str | None = None
-    media_root: str | None = None
-    keys: ColumnKeys = field(default_factory=ColumnKeys)
 
     def __post_init__(self) -> None:
         super().__post_init__()
