@@ -27,6 +27,7 @@ from recipes.options import exit_status
 from recipes.rewards import RewardFunction, load_reward, reward_check
 from recipes.run.policy_gradient import prompt_builder
 from recipes.run.supervised import rows_builder
+from recipes.watch.kept_rollouts import judgement
 from recipes.watch.pages import render, write_page
 from recipes.watch.rollout_files import pictures_of, sounds_of
 from rollout.answers import AnsweredPrompt, AnswersBuilder, Grouping
@@ -231,9 +232,8 @@ def shown_row(place: int, row: Mapping[str, Any] | DataProtoError, builder: Prom
 
 def _answers(prompt: AnsweredPrompt, labels: Sequence[bool], builder: PromptBuilder) -> Iterator[tuple[str, str]]:
     """The answers of a prompt with their ends, and what is trained on."""
-    names = ("rejected", "chosen") if len(labels) == 2 else ("undesirable", "desirable")
-    for label, answer in zip(labels, prompt.answers, strict=True):
-        yield names[label], f"{BEGIN}{builder.tokenizer.decode(answer, skip_special_tokens=False)}{END}"
+    for number, answer in enumerate(prompt.answers):
+        yield judgement(labels, number), f"{BEGIN}{builder.tokenizer.decode(answer, skip_special_tokens=False)}{END}"
     counts = " and ".join(str(len(answer)) for answer in prompt.answers)
     answers = "answer" if len(labels) == 1 else "two answers"
     scored = getattr(builder, "grouping", "") == "scored"

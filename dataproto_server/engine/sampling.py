@@ -12,8 +12,6 @@ from rollout.adapters import NO_LOG_PROB, Adapter, AdapterRequest, PromptScores
 from rollout.engine import Completion, SamplingParams, TopLogProbs
 from rollout.sampling import derive_seed
 
-RANGES = {"num_samples": (1, 4096), "topk_prompt_logprobs": (0, 1024), "topk_sample_logprobs": (0, 1024)}
-
 
 @dataclass
 class OpenSample:
@@ -49,9 +47,6 @@ def open_sample(request: SampleRequest, base: BaseModel, adapter: Adapter | None
         InvalidChunk, InvalidPrompt: the prompt cannot be rendered, or leaves no room in the context.
         InvalidConfig: impossible parameters; names them.
     """
-    for name, (least, most) in RANGES.items():
-        if not least <= getattr(request, name) <= most:
-            raise InvalidConfig(f"{name}={getattr(request, name)}: must be from {least} to {most}")
     prompt = base.rendered(request.chunks)
     base.check_context(len(prompt), 1 if request.sampling.max_tokens is None else request.sampling.max_tokens)
     sampling = sampling_params(request, base.max_context_length - len(prompt))

@@ -103,8 +103,8 @@ class KeptRollouts:
             if "token_level_rewards" not in kept:
                 row |= _supervised(found, self.tokenizer)
             if ANSWER_KEY in kept:
-                judgement = _judgement(kept["labels"][place], row["sample"])
-                row |= {"prompt": prompt_text(kept["raw_prompt"][place]), "ground_truth": judgement}
+                row["prompt"] = prompt_text(kept["raw_prompt"][place])
+                row["ground_truth"] = judgement(kept["labels"][place], row["sample"])
         replace_file(tokens_file(self.directory, step), gzip.compress(_lines(tokens), compresslevel=1, mtime=0))
         replace_file(rows_file(self.directory, step), _lines(described))  # last: readers look for this one
 
@@ -218,10 +218,10 @@ def _supervised(found: Row, tokenizer: "PreTrainedTokenizerBase | None") -> Row:
     return fields
 
 
-def _judgement(labels: Sequence[bool], number: int) -> str:
+def judgement(labels: Sequence[bool], number: int) -> str:
     """What is said of an answer in place of its truth, of the labels of all answers of its prompt.
 
-    >>> _judgement((True, False), 1), _judgement((True,), 0)
+    >>> judgement((True, False), 1), judgement((True,), 0)
     ('rejected', 'desirable')
     """
     names = ("rejected", "chosen") if len(labels) == 2 else ("undesirable", "desirable")
