@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from PIL import Image
-from synthetic_figures import Circle, DrawnText, Text, draw_with_texts
+from synthetic_figures import Circle, DrawnText, Line, Text, draw_with_texts, random_style
 from synthetic_levels import LEVELS, make_problem
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -29,7 +29,6 @@ from transformers import AutoModelForImageTextToText
 from dataproto.transfer import move
 from dataproto.vlm import family_of
 from dataproto.vlm.family import grid_arguments
-from recipes.demo.figure import Line, random_style
 from recipes.demo.problems import Split
 from rollout.prompts import PromptBuilder
 from workers.model.attention import use_packed_attention

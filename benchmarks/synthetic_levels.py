@@ -29,16 +29,34 @@ from synthetic_figures import (  # noqa: E402
     Circle,
     Dot,
     DrawnText,
+    Line,
+    Point,
+    Region,
     RightAngle,
     SideLabel,
     Text,
     draw_with_texts,
+    random_style,
+    turned,
 )
 
 from recipes.data.problem_rows import read_row  # noqa: E402
-from recipes.demo.figure import Line, Point, Region, random_style, turned  # noqa: E402
-from recipes.demo.problems import Draft, Problem, Split, first_of_split, outline  # noqa: E402
+from recipes.demo.problems import Problem, Split, first_of_split  # noqa: E402
 from recipes.demo.rows import ProblemRows  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a template returns: a question, its answer, and the figure to draw in some style."""
+
+    text: str
+    answer: str
+    figure: Sequence[Any]
+
+
+def outline(*corners: complex) -> list[Line]:
+    """The sides of a polygon, from each corner to the next."""
+    return [Line(a, b) for a, b in zip(corners, (*corners[1:], corners[0]))]
 
 
 @dataclass(frozen=True)

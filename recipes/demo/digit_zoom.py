@@ -9,8 +9,7 @@ from typing import Any, Literal, cast
 
 from PIL import Image, ImageDraw
 
-from recipes.demo.figure import font_of
-from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split, task_row
+from recipes.demo.problems import EPOCH_ROWS, RowsBySeed, Split, font_of, task_row
 from rollout.environments import Observation, ToolEnvironment
 
 SIDE, VIEW = 448, 56  # pixels along each side of a picture, and of what is shown of it at a time

@@ -5,42 +5,43 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from random import Random
 from typing import Any, Literal, TypeVar
 
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from dataproto.errors import InvalidConfig
-from recipes.demo.figure import AngleMark, Label, Line, Region, WedgeLabel, draw, random_style
 
 Split = Literal["train", "test"]
 EPOCH_ROWS = 2**20
 """Rows of one epoch, more than a run takes."""
 TEST_SHARE = 8  # one problem in this number belongs to the test split
 SIDE = 56  # pixels of a picture
+SUPERSAMPLING = 3
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a template returns: a question, its answer, and the figure to draw in some style.
+    """What a template returns: a question, its answer, and a polygon that shows the answer as a label.
 
-    `text` never contains a number that the answer depends on; these numbers are in the figure.
+    ``corners`` are counter-clockwise, in pixels, as complex numbers with the y axis upwards. The label is within the angle at the
+    first one, which an arc marks, or, unless ``marks_angle``, below the middle of the first side.
     """
 
     text: str
     answer: str
-    figure: Sequence[Any]
+    corners: tuple[complex, ...]
+    marks_angle: bool = False
 
 
 def triangle_angle(random: Random) -> Draft:
     """The labelled angle of a triangle, 30 to 90 degrees."""
     degrees = random.choice(range(30, 100, 10))
-    vertex, base = 0j, complex(random.uniform(36, 42), 0)
+    base = complex(random.uniform(36, 42), 0)
     top = cmath.rect(random.uniform(30, 38), math.radians(degrees))
-    corners = (vertex, base, top)
-    sides = Line(vertex, base), Line(vertex, top), Line(base, top)
-    figure = (Region(corners), *sides, AngleMark(*corners), WedgeLabel(str(degrees), *corners))
-    return Draft("Find the marked angle.", str(degrees), figure)
+    return Draft("Find the marked angle.", str(degrees), (0j, base, top), marks_angle=True)
 
 
 def rectangle_side(random: Random) -> Draft:
@@ -48,13 +49,7 @@ def rectangle_side(random: Random) -> Draft:
     length = random.choice(range(2, 10))
     width, height = 4.4 * length, random.uniform(14, 26)
     corners = (0j, complex(width, 0), complex(width, height), complex(0, height))
-    label = Label(str(length), complex(width) / 2, -1j)
-    return Draft("Find the labelled side.", str(length), (Region(corners), *outline(*corners), label))
-
-
-def outline(*corners: complex) -> list[Line]:
-    """The sides of a polygon, from each corner to the next."""
-    return [Line(a, b) for a, b in zip(corners, (*corners[1:], corners[0]))]
+    return Draft("Find the labelled side.", str(length), corners)
 
 
 TEMPLATES = (triangle_angle, rectangle_side)
@@ -114,8 +109,79 @@ def split_of(problem: Problem) -> Split:
 def _candidate(random: Random) -> Problem:
     template = random.choice(TEMPLATES)
     draft = template(random)
-    image = draw(draft.figure, SIDE, random_style(random, turn=8, pen=1.3, font=12))
-    return Problem({"images": [image]}, f"<image>{draft.text}", draft.answer, template.__name__)
+    return Problem({"images": [draw(draft, random)]}, f"<image>{draft.text}", draft.answer, template.__name__)
+
+
+def draw(draft: Draft, random: Random) -> Image.Image:
+    """The picture of a draft, at random turned by up to 8 degrees, out of the middle, and with other colours, pen and letters."""
+    turn = cmath.rect(1, math.radians(random.uniform(-8, 8)))
+    shift = complex(random.uniform(-1, 1), random.uniform(-1, 1))
+    ink, accent = (tuple(random.randint(0, most) for _ in range(3)) for most in (60, 40))
+    tint = random.randint(135, 165), random.randint(165, 195), random.randint(220, 250)
+    pen, letter = 1.3 * random.uniform(0.85, 1.25), 12 * random.uniform(0.95, 1.1)
+    corners = [corner * turn for corner in draft.corners]
+    xs, ys = [corner.real for corner in corners], [corner.imag for corner in corners]
+    room = SIDE - 2 * (pen + (0.3 if draft.marks_angle else 1.4) * letter)
+    free = max(0.0, room - (max(xs) - min(xs))) / 2, max(0.0, room - (max(ys) - min(ys))) / 2
+    middle = SIDE / 2 + free[0] * shift.real, SIDE / 2 + free[1] * shift.imag
+    center = (complex(min(xs), min(ys)) + complex(max(xs), max(ys))) / 2
+
+    def place(point: complex) -> tuple[float, float]:
+        offset = point - center
+        return (middle[0] + offset.real) * SUPERSAMPLING, (middle[1] - offset.imag) * SUPERSAMPLING
+
+    image = Image.new("RGB", (SIDE * SUPERSAMPLING,) * 2, "white")
+    pencil, width, letter = ImageDraw.Draw(image), max(1, round(pen * SUPERSAMPLING)), letter * SUPERSAMPLING
+    pencil.polygon([place(corner) for corner in corners], fill=tint)
+    # Both rays of an angle begin at its vertex.
+    closing = (corners[0], corners[-1]) if draft.marks_angle else (corners[-1], corners[0])
+    for start, end in (*pairwise(corners), closing):
+        pencil.line([*place(start), *place(end)], fill=ink, width=width)
+    label = Label(draft.answer, font_of(round(letter)))
+    if draft.marks_angle:
+        rays = [(corner - corners[0]) / abs(corner - corners[0]) for corner in (corners[1], corners[-1])]
+        (x, y), radius, thin = place(corners[0]), 0.75 * letter, max(1, round(0.7 * width))
+        first, second = (-math.degrees(cmath.phase(ray)) for ray in reversed(rays))
+        pencil.arc((x - radius, y - radius, x + radius, y + radius), first, second, fill=ink, width=thin)
+        opening = cmath.phase(rays[1] / rays[0]) % (2 * math.pi)
+        way = rays[0] * cmath.rect(1, opening / 2)
+        clear = (label.reach(rays[0] * 1j) + width) / math.sin(min(opening / 2, math.pi / 2))
+        distance = max(clear, label.reach(way) + 0.8 * letter)
+    else:
+        (x, y), way = place((corners[0] + corners[1]) / 2), -1j * turn / abs(-1j * turn)
+        distance = label.reach(way) + 0.3 * letter
+    label.write(pencil, x + distance * way.real, y - distance * way.imag, accent)
+    return image.reduce(SUPERSAMPLING)
+
+
+class Label:
+    """A text of a picture that is drawn larger, in pixels of that."""
+
+    def __init__(self, text: str, font: ImageFont.FreeTypeFont) -> None:
+        self.text, self.font = text, font
+        left, top, right, bottom = font.getbbox(text, anchor="ls")
+        self.width, self.height = right - left, bottom - top
+        self.middle = (left + right) / 2, (top + bottom) / 2
+
+    def reach(self, way: complex) -> float:
+        """The extent of its box from the middle in a direction."""
+        return abs(way.real) * self.width / 2 + abs(way.imag) * self.height / 2
+
+    def write(self, pencil: ImageDraw.ImageDraw, x: float, y: float, colour: tuple[int, ...]) -> None:
+        """Draws it with its middle at x and y, or as near to them as the picture allows."""
+        rim = SIDE * SUPERSAMPLING - 2
+        x = min(max(x, self.width / 2 + 2), rim - self.width / 2)
+        y = min(max(y, self.height / 2 + 2), rim - self.height / 2)
+        pencil.text((x - self.middle[0], y - self.middle[1]), self.text, colour, self.font, "ls")
+
+
+@lru_cache(maxsize=256)
+def font_of(size: int) -> ImageFont.FreeTypeFont:
+    """Pillow's own font in this size."""
+    font = ImageFont.load_default(size)
+    if not isinstance(font, ImageFont.FreeTypeFont):
+        raise RuntimeError("labels need a scalable font, but this Pillow was built without FreeType")
+    return font
 
 
 def sample_texts(number: int = 50) -> list[str]:
