@@ -4,7 +4,7 @@ import asyncio
 import gc
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import Any
 from dataproto.errors import describe, end_after
 from rollout.agents.agent import Agent, AgentTask, Outcome
 from rollout.agents.endpoint import Asked, Endpoint
-from rollout.environments.environment import awaited
+from rollout.environments.environment_host import event_loop
 
 MODEL = "policy"
 """The name of the model on the endpoint; requests may name it otherwise."""
@@ -86,13 +86,13 @@ class AgentHost:
         call = getattr(agent, "__call__", agent)  # noqa: B004
         self._is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call)
         self._running: dict[int, Future[Any]] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
+        self._tasks = set[Any]()
+        self.stuck = False  # an agent did not give way as its rollout ended
 
     def __enter__(self) -> "AgentHost":
         settle_objects()
+        self._loop = event_loop()
         self.endpoint.__enter__()
-        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -100,19 +100,16 @@ class AgentHost:
         end_after(None, self._stop, self.endpoint.__exit__)
 
     def _stop(self) -> None:
-        with suppress(TimeoutError):
+        try:
             asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(2.0)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(2.0)
-        if not self._thread.is_alive():
-            self._loop.close()
+        except TimeoutError:
+            self.stuck = True
 
     async def _cancel_all(self) -> None:
         for episode in list(self._running):
             self._cancel(episode)
         await asyncio.sleep(0)
-        tasks = {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
-        waiting = (await asyncio.wait(tasks, timeout=1.0))[1] if tasks else ()  # a command ends its process
+        waiting = (await asyncio.wait(self._tasks, timeout=1.0))[1] if self._tasks else ()  # a command ends its process
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -163,15 +160,24 @@ class AgentHost:
     async def _awaited(self, task: AgentTask) -> Outcome:
         try:
             found: Any = self.agent(task)
-            return await found
+            return await self._tracked(found)
         except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop of all agents
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    async def _tracked(self, found: Awaitable[Any]) -> Outcome:
+        self._tasks.add(mine := asyncio.current_task())
+        try:
+            return await found
+        finally:
+            self._tasks.discard(mine)
 
     def _call(self, episode: int, task: AgentTask) -> None:
         try:
             found: Any = self.agent(task)
             if inspect.isawaitable(found):  # of an async function in a wrapper
-                found = asyncio.run_coroutine_threadsafe(awaited(found), self._loop).result()
+                running = asyncio.run_coroutine_threadsafe(self._tracked(found), self._loop)
+                self._running[episode] = running
+                found = running.result()
             self._tell(episode, found)
         except BaseException as error:  # SystemExit too: it ends the episode, not the run
             self._tell(episode, error=error)

@@ -2,12 +2,12 @@
 
 import atexit
 import io
+import itertools
 import multiprocessing
 import pickle
 import signal
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import cloudpickle
 
 from dataproto.errors import InvalidConfig
-from rollout.agents.agent import AgentTask
+from rollout.agents.agent import Agent, AgentTask
 from rollout.agents.agent_host import AgentHost, Ended, Event, Given, Raised
 from rollout.agents.endpoint import Asked, require_endpoint
 from rollout.agents.messages import Decoded
@@ -229,66 +229,65 @@ def _serve(connection: Any, pickled: bytes) -> None:
         agent = pickle.loads(pickled)
     except Exception as error:
         agent = partial(_raise, error)
+    stuck = False
     with suppress(EOFError, OSError):
-        while True:
-            if pickle.loads(connection.recv_bytes()) != ("open",):  # of a rollout that is over
-                continue
-            with AgentHost(agent) as agents:
-                teller = _Teller(connection, agents.next)
-                teller.start()
-                while (message := pickle.loads(connection.recv_bytes())) != ("close",):
-                    teller.take(agents, *message)
-            teller.stop()
+        while not stuck:
+            if pickle.loads(connection.recv_bytes()) == ("open",):  # other messages are of a rollout that is over
+                stuck = _play(connection, agent)
 
 
 def _raise(error: Exception, task: AgentTask) -> None:
     raise error
 
 
-class _Teller(threading.Thread):
-    """Sends what agents do, and answers them."""
+def _play(connection: Any, agent: Agent) -> bool:
+    """One rollout. Returns whether an agent has not given way at its end."""
+    asked, over = dict[int, Future[Any]](), threading.Event()
+    sent = defaultdict[int, set[bytes]](set)  # digests of media, by episode
+    with AgentHost(agent) as host:
+        teller = threading.Thread(target=_tell, args=(connection, host, asked, sent, over), name="events", daemon=True)
+        teller.start()
+        while (message := pickle.loads(connection.recv_bytes())) != ("close",):
+            what, number, *given = message
+            if what == "begin":
+                host.begin(number, *given)
+            elif what == "end":
+                host.end(number)
+                sent.pop(number, None)
+            elif isinstance(given[0], BaseException):
+                asked.pop(number).set_exception(given[0])
+            else:
+                asked.pop(number).set_result(given[0])
+    over.set()
+    teller.join()
+    if not host.stuck:
+        connection.send_bytes(CLOSED)
+    return host.stuck
 
-    def __init__(self, connection: Any, next_event: Callable[[float], Event | None]) -> None:
-        super().__init__(name="events", daemon=True)
-        self.connection, self.next_event = connection, next_event
-        self._asked: dict[int, Future[Any]] = {}
-        self._sent: defaultdict[int, set[bytes]] = defaultdict(set)
-        self._number, self._over = 0, threading.Event()
 
-    def take(self, agents: AgentHost, what: str, number: int, given: Any = None) -> None:
-        """Does what the engine's process asks for."""
-        if what == "begin":
-            agents.begin(number, given)
-        elif what == "end":
-            agents.end(number)
-            self._sent.pop(number, None)
-        elif isinstance(given, BaseException):
-            self._asked.pop(number).set_exception(given)
-        else:
-            self._asked.pop(number).set_result(given)
-
-    def run(self) -> None:
-        """Sends each event."""
-        while not self._over.is_set():
-            if (event := self.next_event(0.1)) is not None:
-                try:
-                    self._send(event)
-                except OSError:
-                    return
-                except Exception as error:
-                    self._send(_failed(event.episode, f"what the agent gave cannot be sent: {error}"))
-
-    def stop(self) -> None:
-        """Says that all are ended."""
-        self._over.set()
-        self.join()
-        self.connection.send_bytes(CLOSED)
-
-    def _send(self, event: Event) -> None:
-        number, told = None, event if not isinstance(event, Asked) else event.ask
+def _tell(
+    connection: Any,
+    host: AgentHost,
+    asked: dict[int, "Future[Any]"],
+    sent: defaultdict[int, set[bytes]],
+    over: threading.Event,
+) -> None:
+    """Sends what agents do, and numbers their requests."""
+    numbers = itertools.count()
+    told: Any
+    number: int | None
+    while not over.is_set():
+        event, file = host.next(0.1), io.BytesIO()
+        if event is None:
+            continue
+        number, told = None, event
         if isinstance(event, Asked):
-            self._number = number = self._number + 1
-            self._asked[number] = event.replies
-        file = io.BytesIO()
-        _Pickler(file, event.episode, self._sent[event.episode]).dump((number, event.episode, told))
-        self.connection.send_bytes(file.getvalue())
+            number, told = next(numbers), event.ask
+            asked[number] = event.replies
+        try:
+            _Pickler(file, event.episode, sent[event.episode]).dump((number, event.episode, told))
+        except Exception as error:
+            failed = _failed(event.episode, f"what the agent gave cannot be sent: {error}")
+            file = io.BytesIO(pickle.dumps((None, event.episode, failed)))
+        with suppress(OSError):  # there is no engine any more
+            connection.send_bytes(file.getvalue())

@@ -46,8 +46,8 @@ Outcome = Observation | EnvironmentFailed
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 """The event loop of the process, by its id.
 
-What environments share, such as an `asyncio.Lock` or the sessions of a client, belongs to a loop. So the environments of all
-plays have this one.
+What environments or agents share, such as an `asyncio.Lock` or the sessions of a client, belongs to a loop. So those of all
+rollouts have this one.
 """
 _LOOKING = threading.Lock()
 
@@ -61,8 +61,8 @@ def event_loop() -> asyncio.AbstractEventLoop:
         if loop is None or not answered.wait(LOOP_S):
             if loop is not None:
                 log.warning(
-                    "a method of an environment blocks the event loop for over %g s: environments of later plays have a new "
-                    "loop, and cannot share an asyncio.Lock or a client with those of earlier ones",
+                    "a method of an environment, or an agent, blocks the event loop for over %g s: those of later plays have a "
+                    "new loop, and cannot share an asyncio.Lock or a client with those of earlier ones",
                     LOOP_S,
                 )
             loop = _LOOPS[os.getpid()] = asyncio.new_event_loop()

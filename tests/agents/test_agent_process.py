@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import cloudpickle
@@ -206,3 +207,44 @@ def test_processes_end_with_the_program(end, tmp_path):
             os.kill(int(ended.stdout), 0)
             time.sleep(0.05)
         pytest.fail("the process of the agents is left")
+
+
+CLIENTS = []
+
+
+@pytest.fixture
+def tool():
+    """A server of the user's own, which keeps connections open."""
+
+    class Tool(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Tool)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("place", [lambda agent: agent, in_process], ids=["here", "in_process"])
+def test_a_client_that_an_agent_keeps_serves_all_rollouts(renderer, tool, place):
+    async def agent(task):
+        if not CLIENTS:
+            CLIENTS.append(httpx2.AsyncClient(verify=False))
+        await asks(task)
+        return {"score": 1.0, "status": (await CLIENTS[0].get(tool)).status_code}
+
+    CLIENTS.clear()
+    agent = place(agent)
+    for _ in range(3):
+        (episode,) = played(renderer, agent, 1)
+        assert (episode.ended, episode.info) == ("done", {"status": 200}), episode.message
