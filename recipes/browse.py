@@ -11,7 +11,6 @@ be seen.
 import asyncio
 import base64
 import shutil
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
@@ -41,14 +40,9 @@ left:{left}px; top:{top}px; width:{button}px; height:{button}px; background:#1e3
 
 async def press(task: AgentTask) -> dict[str, float]:
     """Clicks where the policy says, until the button is pressed or no turn is left."""
-    browser = chromium()  # whose loop is not that of the step's agents
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(pressed(task, browser), browser.loop))
-
-
-async def pressed(task: AgentTask, browser: "Chromium") -> dict[str, float]:
-    """An episode in the loop of the browser."""
     from openai import APIStatusError
 
+    browser = await asyncio.shield(chromium())
     client = browser.client.copy(base_url=task.base_url, api_key=task.api_key, max_retries=0)
     messages: list[Any] = list(task.messages)
     async with browser.page() as page:
@@ -69,24 +63,24 @@ async def pressed(task: AgentTask, browser: "Chromium") -> dict[str, float]:
 
 
 class Chromium:
-    """A browser for all episodes of a run, in a thread of its own."""
+    """A browser for all episodes of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: Any) -> None:
         from openai import AsyncOpenAI
 
-        self.loop, self.pages = asyncio.new_event_loop(), list[Any]()
+        self.context, self.pages = context, list[Any]()
         self.client = AsyncOpenAI(api_key="of each episode")
-        threading.Thread(target=self.loop.run_forever, name="browser", daemon=True).start()
-        self.context = asyncio.run_coroutine_threadsafe(self._open(), self.loop).result()
 
-    async def _open(self) -> Any:
+    @classmethod
+    async def opened(cls) -> "Chromium":
+        """A new one."""
         from playwright.async_api import async_playwright
 
         playwright = await async_playwright().start()
         browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         context = await browser.new_context(viewport={"width": SIDE, "height": SIDE}, offline=True)
         context.set_default_timeout(0)  # an episode has a limit of its own
-        return context
+        return cls(context)
 
     @asynccontextmanager
     async def page(self) -> AsyncIterator[Any]:
@@ -96,7 +90,10 @@ class Chromium:
         self.pages.append(page)
 
 
-chromium = cache(Chromium)
+@cache
+def chromium() -> "asyncio.Task[Chromium]":
+    """The browser, which the first episode opens."""
+    return asyncio.create_task(Chromium.opened())
 
 
 class PageRows(RowsBySeed):
