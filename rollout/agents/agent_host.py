@@ -30,16 +30,18 @@ class Rewarded:
 
 
 @dataclass(frozen=True)
-class Raised:
-    """Why an agent failed, as a process can send it."""
+class Ended:
+    """An agent returned or failed. What another process may not know of an error is told as texts."""
 
-    told: str  # with the line of the agent's file
-    causes: tuple[str, ...]  # the error, and those that it came from
-    memory: bool = False
+    episode: int
+    outcome: Any = None
+    failure: str = ""  # with the line of the agent's file
+    causes: tuple[str, ...] = ()  # the error, and those that it came from
+    of_memory: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, file: str | None = None) -> "Raised":
-        """The error, and those that it came from."""
+    def by(cls, error: BaseException, episode: int = 0, file: str | None = None) -> "Ended":
+        """The end of an agent that raised."""
         waiting: list[BaseException | None] = [error]
         seen, causes = set[int](), list[str]()
         while waiting:
@@ -48,16 +50,8 @@ class Raised:
                 seen.add(id(each))
                 causes.append(describe(each))
                 waiting += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
-        return cls(f"the agent raised {describe(error, file)}", tuple(causes), isinstance(error, MemoryError))
-
-
-@dataclass(frozen=True)
-class Ended:
-    """An agent returned or raised."""
-
-    episode: int
-    outcome: Any = None
-    error: Raised | None = None
+        failure, of_memory = f"the agent raised {describe(error, file)}", isinstance(error, MemoryError)
+        return cls(episode, None, failure, tuple(causes), of_memory)
 
 
 Event = Asked | Rewarded | Ended
@@ -155,7 +149,7 @@ class AgentHost:
 
     def _tell(self, episode: int, outcome: Any = None, error: BaseException | None = None) -> None:
         file = getattr(getattr(self.agent, "__code__", None), "co_filename", None)
-        self.inbox.put(Ended(episode, outcome, None if error is None else Raised.of(error, file)))
+        self.inbox.put(Ended(episode, outcome) if error is None else Ended.by(error, episode, file))
 
     async def _awaited(self, task: AgentTask) -> Outcome:
         try:

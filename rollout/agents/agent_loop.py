@@ -15,7 +15,7 @@ import torch
 from dataproto import DataProto, object_array
 from dataproto.errors import InvalidConfig, InvalidPrompt, end_after, ending
 from rollout.agents.agent import Agent, task_messages
-from rollout.agents.agent_host import AgentHost, Ended, Raised, Rewarded
+from rollout.agents.agent_host import AgentHost, Ended, Rewarded
 from rollout.agents.agent_process import AgentApart, AgentsApart
 from rollout.agents.conversations import AgentTurn, Conversations, Prompts
 from rollout.agents.endpoint import HOST, Asked
@@ -344,19 +344,19 @@ class AgentRun:
             self._end(live, "invalid", str(error))
 
     def _returned(self, live: _Live, event: Ended) -> None:
-        if event.error is not None:
-            self._failed(live, event.error)
+        if event.failure:
+            self._failed(live, event)
         elif live.last is None:
             self._end(live, live.cut or "invalid", "the agent returned before a request of it was answered")
         else:
             self._score(live, event.outcome)
 
-    def _failed(self, live: _Live, error: Raised) -> None:
+    def _failed(self, live: _Live, event: Ended) -> None:
         """Ends the episode of an agent that raised: by a limit if the error is that of a request beyond it."""
-        if live.refusal is not None and tells_of(error, live.refusal):
+        if live.refusal is not None and tells_of(event, live.refusal):
             self._end(live, live.cut)
             return
-        self._end(live, "memory" if error.memory else "error", error.told)
+        self._end(live, "memory" if event.of_memory else "error", event.failure)
 
     def _score(self, live: _Live, outcome: Any) -> None:
         """Takes the reward that an agent returned, and ends its episode."""
@@ -469,17 +469,17 @@ class AgentRun:
             self._abort(live, turn)
 
 
-def tells_of(error: Raised, refusal: Refused) -> bool:
+def tells_of(event: Ended, refusal: Refused) -> bool:
     """Whether an agent's error, or one that it came from, is what its client made of a request that was refused.
 
     >>> refusal = Refused("the episode has at most 2 turns", code="turn_limit_exceeded")
     >>> error = RuntimeError("Error code: 400 - {'code': 'turn_limit_exceeded'}")
-    >>> tells_of(Raised.of(error), refusal), tells_of(Raised.of(KeyError("x")), refusal)
+    >>> tells_of(Ended.by(error), refusal), tells_of(Ended.by(KeyError("x")), refusal)
     (True, False)
     """
     return any(
         str(refusal) in cause
         or refusal.code in cause
         or ("Bad Request" in cause and HOST in cause)  # of an unread body
-        for cause in error.causes
+        for cause in event.causes
     )

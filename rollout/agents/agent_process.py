@@ -20,7 +20,7 @@ import cloudpickle
 
 from dataproto.errors import InvalidConfig
 from rollout.agents.agent import Agent, AgentTask
-from rollout.agents.agent_host import AgentHost, Ended, Event, Given, Raised
+from rollout.agents.agent_host import AgentHost, Ended, Event, Given
 from rollout.agents.endpoint import Asked, require_endpoint
 from rollout.agents.messages import Decoded
 from rollout.environments.environment_process import die_with_parent, how_ended, pickled_for_process, preload, starting
@@ -143,7 +143,7 @@ class AgentsApart:
         try:
             self._process.send("begin", episode, given)
         except Exception as error:  # of the row, which is the user's
-            self._failed.append(_failed(episode, f"its row cannot be sent to the process of the agent: {error}"))
+            self._failed.append(Ended(episode, None, f"its row cannot be sent to the process of the agent: {error}"))
 
     def end(self, episode: int) -> None:
         """See `AgentHost.end`."""
@@ -160,7 +160,7 @@ class AgentsApart:
         except (OSError, EOFError):
             how = self._process.end()
             for episode in self._running:
-                self._failed.append(_failed(episode, f"the process of the agent was ended {how}"))
+                self._failed.append(Ended(episode, None, f"the process of the agent was ended {how}"))
             self._running.clear()
             self.__enter__()
             return self._failed.popleft() if self._failed else None
@@ -176,10 +176,6 @@ class AgentsApart:
 
 def _answer(process: _Process, number: int, replies: "Future[Any]") -> None:
     process.send("answer", number, replies.exception() or replies.result())
-
-
-def _failed(episode: int, message: str) -> Ended:
-    return Ended(episode, error=Raised(message, (message,)))
 
 
 _contents: WeakValueDictionary[bytes, Decoded] = WeakValueDictionary()
@@ -287,7 +283,7 @@ def _tell(
         try:
             _Pickler(file, event.episode, sent[event.episode]).dump((number, event.episode, told))
         except Exception as error:
-            failed = _failed(event.episode, f"what the agent gave cannot be sent: {error}")
+            failed = Ended(event.episode, None, f"what the agent gave cannot be sent: {error}")
             file = io.BytesIO(pickle.dumps((None, event.episode, failed)))
         with suppress(OSError):  # there is no engine any more
             connection.send_bytes(file.getvalue())
