@@ -45,7 +45,8 @@ def load_agent(name: str, memory_gib: float | None = None, processes: int = MOST
     """
     if " " in name.strip():
         return in_process(CommandAgent(name, memory_gib, processes))
-    return in_process(named_function(name, "agent", InvalidConfig)[0])
+    named, agent = named_function(name, "agent", InvalidConfig)
+    return replace(in_process(named), at_once=getattr(agent, "at_once", None))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import cloudpickle
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, UserFunctionFailed, describe
 from rollout.agents.agent import Agent, AgentTask
 from rollout.agents.agent_host import AgentHost, Ended, Event, Given
 from rollout.agents.endpoint import Asked, require_endpoint
@@ -65,10 +65,19 @@ class _Process:
         preload(__name__, agent)
         context = multiprocessing.get_context("forkserver")
         self.connection, far = context.Pipe()
+        method = multiprocessing.get_start_method()
         with starting:
-            self.process = context.Process(target=_serve, args=(far, agent))
+            self.process = context.Process(target=_serve, args=(far, agent, method))
             self.process.start()
         far.close()
+        try:
+            self.connection.recv_bytes()  # once it has imported what the agent needs, however long that takes
+        except (OSError, EOFError):
+            how = how_ended(self.process, CLOSING_S)
+            raise UserFunctionFailed(
+                f"the process of the agent was ended {how} as it began: standard error says why; a script needs "
+                "if __name__ == '__main__'"
+            ) from None
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         threading.Thread(target=self._deliver, name="agents", daemon=True).start()
         self._closing = False
@@ -168,7 +177,10 @@ class AgentsApart:
     def _receive(self) -> Event | None:
         number, episode, event = _Unpickler(self._process.connection.recv_bytes(), self._media).load()
         if number is None:
-            return event
+            try:
+                return pickle.loads(event)
+            except Exception as error:  # of what the user's classes make of it
+                return Ended(episode, None, f"what the agent gave cannot be read by another process: {describe(error)}")
         replies: Future[Any] = Future()
         replies.add_done_callback(partial(_answer, self._process, number))
         return Asked(episode, event, replies)
@@ -204,7 +216,7 @@ class _Unpickler(pickle.Unpickler):
 class _Pickler(cloudpickle.Pickler):
     """Writes an event, with the content of media that its episode has not sent."""
 
-    def __init__(self, file: io.BytesIO, episode: int, sent: set[bytes]) -> None:
+    def __init__(self, file: io.BytesIO, episode: int, sent: dict[bytes, Decoded]) -> None:
         super().__init__(file)
         self.episode, self.sent = episode, sent
 
@@ -213,13 +225,14 @@ class _Pickler(cloudpickle.Pickler):
         if not isinstance(obj, Decoded):
             return None
         content = None if obj.digest in self.sent else obj.content
-        self.sent.add(obj.digest)
+        self.sent[obj.digest] = obj  # as long as somebody holds it, it is not decoded again
         return self.episode, obj.digest, content
 
 
-def _serve(connection: Any, pickled: bytes) -> None:
-    """Plays for one rollout after another."""
+def _serve(connection: Any, pickled: bytes, start_method: str) -> None:
+    """Plays for one rollout after another, as far as the agent sees in a process as any other."""
     die_with_parent()
+    multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, lambda *_: None)  # the engine's process ends this one
     try:
         agent = pickle.loads(pickled)
@@ -227,9 +240,11 @@ def _serve(connection: Any, pickled: bytes) -> None:
         agent = partial(_raise, error)
     stuck = False
     with suppress(EOFError, OSError):
+        connection.send_bytes(CLOSED)
         while not stuck:
             if pickle.loads(connection.recv_bytes()) == ("open",):  # other messages are of a rollout that is over
                 stuck = _play(connection, agent)
+    atexit._run_exitfuncs()  # of the agent's file
 
 
 def _raise(error: Exception, task: AgentTask) -> None:
@@ -239,7 +254,7 @@ def _raise(error: Exception, task: AgentTask) -> None:
 def _play(connection: Any, agent: Agent) -> bool:
     """One rollout. Returns whether an agent has not given way at its end."""
     asked, over = dict[int, Future[Any]](), threading.Event()
-    sent = defaultdict[int, set[bytes]](set)  # digests of media, by episode
+    sent = defaultdict[int, dict[bytes, Decoded]](dict)  # media by their digests, by episode
     with AgentHost(agent) as host:
         teller = threading.Thread(target=_tell, args=(connection, host, asked, sent, over), name="events", daemon=True)
         teller.start()
@@ -265,25 +280,25 @@ def _tell(
     connection: Any,
     host: AgentHost,
     asked: dict[int, "Future[Any]"],
-    sent: defaultdict[int, set[bytes]],
+    sent: defaultdict[int, dict[bytes, Decoded]],
     over: threading.Event,
 ) -> None:
     """Sends what agents do, and numbers their requests."""
     numbers = itertools.count()
-    told: Any
-    number: int | None
     while not over.is_set():
-        event, file = host.next(0.1), io.BytesIO()
-        if event is None:
+        if (event := host.next(0.1)) is None:
             continue
-        number, told = None, event
+        episode, file = event.episode, io.BytesIO()
         if isinstance(event, Asked):
-            number, told = next(numbers), event.ask
+            number = next(numbers)
             asked[number] = event.replies
-        try:
-            _Pickler(file, event.episode, sent[event.episode]).dump((number, event.episode, told))
-        except Exception as error:
-            failed = Ended(event.episode, None, f"what the agent gave cannot be sent: {error}")
-            file = io.BytesIO(pickle.dumps((None, event.episode, failed)))
+            _Pickler(file, episode, sent[episode]).dump((number, episode, event.ask))
+        else:
+            try:
+                told = cloudpickle.dumps(event)
+            except Exception as error:
+                failed = Ended(episode, None, f"what the agent gave cannot be sent: {describe(error)}")
+                told = pickle.dumps(failed)
+            pickle.dump((None, episode, told), file)
         with suppress(OSError):  # there is no engine any more
             connection.send_bytes(file.getvalue())

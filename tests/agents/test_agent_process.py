@@ -1,5 +1,6 @@
 """Agents in a process of their own: what they say and do is that of agents in this one, and their faults end no run."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,9 +17,10 @@ import httpx2
 import openai
 import pytest
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, UserFunctionFailed
 from helpers import agents as helper
 from helpers.agents import ScriptedEngine, looker, run, starts, tool_renderer
+from recipes.run.episode_roles import load_agent
 from rollout.agents import in_process
 from rollout.agents.agent_loop import AgentPlan
 from rollout.engine import SamplingParams
@@ -40,10 +43,10 @@ def _agents_are_those_of_a_users_file():
         cloudpickle.unregister_pickle_by_value(module)
 
 
-async def asks(task):
+async def asks(task, messages=None):
     url, key = f"{task.base_url}/chat/completions", {"authorization": f"Bearer {task.api_key}"}
     async with httpx2.AsyncClient(headers=key, verify=False, timeout=60) as client:
-        reply = await client.post(url, json={"messages": task.messages})
+        reply = await client.post(url, json={"messages": messages or task.messages})
     assert reply.status_code == 200, reply.text
     return reply.json()["choices"][0]["message"]
 
@@ -148,6 +151,110 @@ def test_an_agent_that_never_gives_way_is_ended_with_its_process(renderer):
     assert [each.ended for each in played(renderer, in_process(looker))] == ["done"] * 3
 
 
+def test_an_error_of_an_sdk_may_be_returned(renderer):
+    """Some cannot be unpickled: their episode fails, and no other."""
+
+    async def agent(task):
+        await asks(task)
+        if "returns_an_error" not in task.row:
+            return 1.0
+        response = httpx2.Response(400, request=httpx2.Request("POST", "http://127.0.0.1"))
+        return {"score": 0.0, "error": openai.APIStatusError("no", response=response, body=None)}
+
+    begun = starts(2)
+    begun[0] = replace(begun[0], row={**begun[0].row, "returns_an_error": True})
+    episodes = AgentPlan(in_process(agent), EpisodeLimits(turns=2, seconds=60)).play(
+        ScriptedEngine(renderer, "ok"), renderer, begun, SamplingParams(max_tokens=20), 1
+    )
+    assert [each.ended for each in episodes] == ["error", "done"]
+    assert "what the agent gave cannot be read by another process: TypeError" in episodes[0].message
+
+
+class ImportedSlowly:
+    """An agent whose file takes two seconds to import."""
+
+    def __reduce__(self):
+        return slowly, ()
+
+
+def slowly():
+    time.sleep(2)
+    return asks_once
+
+
+async def asks_once(task):
+    await asks(task)
+    return 1.0
+
+
+def test_the_time_of_an_agent_begins_when_its_file_is_imported(renderer):
+    limits = EpisodeLimits(turns=2, seconds=1.0, wall_clock=1.5)
+    (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), in_process(ImportedSlowly()), limits=limits)
+    assert (episode.ended, episode.message) == ("done", "")
+
+
+POOL = """
+import atexit
+import multiprocessing
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+atexit.register(Path(__file__).with_suffix(".ended").touch)
+
+
+def square(x):
+    return x * x
+
+
+def agent(task):
+    headers = {"authorization": f"Bearer {task.api_key}"}
+    urlopen(Request(f"{task.base_url}/chat/completions", b'{"messages": [{"role": "user", "content": "?"}]}', headers))
+    with multiprocessing.Pool(1) as pool:
+        return {"score": 1.0, "squares": sum(pool.map(square, [1, 2]))}
+"""
+
+
+def test_the_process_of_an_agent_is_one_as_any_other(renderer, tmp_path):
+    """It may start further ones, and does at its end what the agent's file asks for."""
+    (tmp_path / "own.py").write_text(POOL)
+    (episode,) = played(renderer, load_agent(f"{tmp_path}/own.py:agent"), 1)
+    assert (episode.ended, episode.info) == ("done", {"squares": 5}), episode.message
+    played(renderer, in_process(looker))  # in whose place it ends
+    assert (tmp_path / "own.ended").exists()
+
+
+def test_a_picture_is_decoded_once_in_an_episode(renderer):
+    """However many agents ask between its requests, and however long the agent thinks."""
+
+    async def agent(task):
+        from rollout.agents import messages
+
+        count, load = [], messages.load_image
+        messages.load_image = lambda uri: (count.append(uri), load(uri))[1]
+        history = [
+            *task.messages,
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": helper.uri(1)}}]},
+        ]
+        for turn in range(4):
+            history += [await asks(task, history), {"role": "user", "content": str(turn)}]
+            await asyncio.sleep(0.2)
+        messages.load_image = load
+        return {"score": 1.0, "decoded": len(count)}
+
+    (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), in_process(agent))
+    assert (episode.ended, episode.info) == ("done", {"decoded": 1}), episode.message
+
+
+def test_a_process_that_cannot_begin_is_told(renderer):
+    with pytest.raises(UserFunctionFailed, match="ended with exit status 5 as it began: standard error says why"):
+        run(renderer, ScriptedEngine(renderer, "ok"), in_process(EndsAsItBegins()))
+
+
+class EndsAsItBegins:
+    def __reduce__(self):
+        return os._exit, (5,)
+
+
 def test_what_cannot_be_sent_is_told(renderer):
     lock = threading.Lock()
 
@@ -174,6 +281,7 @@ def test_what_cannot_be_sent_is_told(renderer):
 PROGRAM = """
 import os, sys
 from helpers.agents import ScriptedEngine, looker, run, tool_renderer
+from recipes.run.episode_roles import load_agent
 from rollout.agents import in_process
 from rollout.agents.agent_loop import AgentRun
 from rollout.environments import EpisodeLimits

@@ -139,6 +139,10 @@ def test_a_name_of_several_words_is_a_command(tmp_path):
     (tmp_path / "own.py").write_text("def agent(task): ...")
     assert isinstance(pickle.loads(load_agent("python own.py").pickled), CommandAgent)
     assert pickle.loads(load_agent(f"{tmp_path}/own.py:agent").pickled).__name__ == "agent"
+    (tmp_path / "few.py").write_text(
+        "from rollout.agents import CommandAgent\n\nagent = CommandAgent('python own.py', at_once=2)"
+    )
+    assert load_agent(f"{tmp_path}/few.py:agent").at_once == 2
     with pytest.raises(InvalidConfig, match="no function 'other'"):
         load_agent(f"{tmp_path}/own.py:other")
 
