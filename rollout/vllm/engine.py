@@ -103,22 +103,11 @@ class VLLMEngine:
         }
         chosen |= options
         chosen |= worker_options(lora_rank, sleep_level, options)
-        self._start(model_path, sleep_level, max_images, chosen, routed_experts, awaits_weights, speculate)
-
-    def _start(
-        self,
-        model_path: str,
-        sleep_level: int,
-        max_images: int | None,
-        options: dict[str, Any],
-        routed_experts: bool,
-        awaits_weights: bool,
-        speculate: int,
-    ) -> None:
-        """Sets all attributes. ``options`` are those of ``vllm.LLM``."""
         self.device = cpu_or_cuda()
-        awaits_weights = awaits_weights and "load_format" not in options
-        self.llm, self.sampler = start_llm(model_path, self.device, options, routed_experts, awaits_weights, speculate)
+        self._awaits_weights = awaits_weights and "load_format" not in options
+        self.llm, self.sampler = start_llm(
+            model_path, self.device, chosen, routed_experts, self._awaits_weights, speculate
+        )
         self.engine = self.llm.llm_engine
         slots = self.sampler.expert_slots
         self.no_experts = None if slots is None else slots.step[:0].cpu()
@@ -129,11 +118,10 @@ class VLLMEngine:
         self.banned_ids = tuple(self.family.banned_ids(used))
         self.end_ids = end_ids(generation_config(model_path, used), used)
         self.memory = EngineMemory(self.llm, self.device, sleep_level)
-        self.memory.has_weights = not awaits_weights
-        self._awaits_weights = awaits_weights
+        self.memory.has_weights = not self._awaits_weights
         longest = limit_of_images(self.llm, self.family, self.device)
-        self.prompts = PromptRenderer(self.llm, self.family, max_images, options["mm_processor_kwargs"], longest)
-        self._window = 1 if self.family.recurrent_mixers is None else int(options["max_num_seqs"])
+        self.prompts = PromptRenderer(self.llm, self.family, max_images, chosen["mm_processor_kwargs"], longest)
+        self._window = 1 if self.family.recurrent_mixers is None else int(chosen["max_num_seqs"])
         self._kv_cache_is_finite = True
         self._numbers, self._calls = count(), count()
         self._running = self.requests_type(self.engine, self.sampler, self.end_ids)
