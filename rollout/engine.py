@@ -316,32 +316,21 @@ def engine_ranks(options: Mapping[str, Any], ranks: int | None = None) -> int:
     return parallel
 
 
-def returns_experts(name: str) -> bool:
-    """Whether the engine registered under ``name``, or named as ``module:class``, has the option ``routed_experts``."""
-    return has_option(_engine_class(name), "routed_experts")
+def has_option(name: str, option: str) -> bool:
+    """Whether the engine registered under ``name``, or named as ``module:class``, has an option of its own or of the class to
+    which it hands further options.
 
+    Such as ``routed_experts``, by which completions name the experts of their tokens; ``awaits_weights``, by which it starts
+    without the weights of the checkpoint; and ``lora_rank``, by which it holds the base weights and gets adapters by
+    `load_adapter`.
 
-def awaits_weights(name: str) -> bool:
-    """Whether an engine has the option ``awaits_weights``: it starts without the weights of the checkpoint."""
-    return has_option(_engine_class(name), "awaits_weights")
-
-
-def takes_adapters(name: str) -> bool:
-    """Whether an engine has the option ``lora_rank``: it holds the base weights and gets adapters by `load_adapter`."""
-    return has_option(_engine_class(name), "lora_rank")
-
-
-def has_option(engine: Any, option: str) -> bool:
-    """Whether an engine has an option of this name, of its own or of the class to which it hands further options.
-
-    >>> class Engine:
-    ...     def __init__(self, path, dtype="auto"): ...
-    >>> class Own(Engine):
-    ...     def __init__(self, path, **options): ...
-    >>> has_option(Own, "dtype"), has_option(Own, "seed")
+    >>> has_option("hf", "lora_rank"), has_option("hf", "awaits_weights")
     (True, False)
+
+    Raises:
+        InvalidConfig: there is no engine of this name.
     """
-    own = "__init__"
+    engine, own = _engine_class(name), "__init__"
     makers = [vars(each)[own] for each in engine.__mro__ if own in vars(each)] if inspect.isclass(engine) else [engine]
     for make in makers:
         parameters = inspect.signature(make).parameters

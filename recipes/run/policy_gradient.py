@@ -40,7 +40,7 @@ from recipes.watch.console import LIBRARIES_FILE, start_phase
 from recipes.watch.kept_rollouts import KeptRollouts
 from recipes.watch.loggers import LoggedRun, open_loggers
 from recipes.watch.report import REPORT_FILE
-from rollout.engine import returns_experts
+from rollout.engine import has_option
 from rollout.prompts import PromptBuilder
 from workers import Roles, launch
 from workers.cluster.launcher import check_extras
@@ -329,7 +329,7 @@ def announce_replay(rollout: RolloutConfig, family: VLMFamily) -> None:
     if replays_routing(rollout, family):
         print("routing replay: the actor uses the experts that the engine chose (--rollout.no-replay-routing)")
     else:
-        named, asked = returns_experts(rollout.engine), "--rollout.no-replay-routing"
+        named, asked = has_option(rollout.engine, "routed_experts"), "--rollout.no-replay-routing"
         print(f"no routing replay: {asked if named else f'engine {rollout.engine} names no experts'}")
 
 

@@ -12,7 +12,7 @@ from helpers.checkpoints import write_checkpoint
 from helpers.engines import ROWS
 from helpers.routes import routes_in_one_pass, routes_of
 from helpers.tiny_models import MOE_TYPES, tiny_model
-from rollout.engine import Completion, SamplingParams, returns_experts
+from rollout.engine import Completion, SamplingParams, has_option
 from rollout.hf import HFEngine
 from rollout.prompts import PromptBuilder
 from rollout.responses import attach_responses, build_requests, expert_columns
@@ -149,5 +149,5 @@ def test_an_engine_that_names_no_experts_is_refused(tmp_path):
 
 
 def test_engines_say_whether_they_return_experts():
-    assert returns_experts("hf")
-    assert not returns_experts("rollout.hf.adapter_engine:AdapterEngine")
+    assert has_option("hf", "routed_experts")
+    assert not has_option("rollout.hf.adapter_engine:AdapterEngine", "routed_experts")

@@ -12,7 +12,7 @@ from benchmarks.engine_weights import differing_of_worker, differing_weights
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import GREEDY, ROWS, SAMPLED, generate, start
-from rollout.engine import awaits_weights, has_option
+from rollout.engine import has_option
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
 from rollout.vllm import VLLMEngine
@@ -167,11 +167,12 @@ class PassingOn(VLLMEngine):
 
 
 def test_an_option_is_found_in_the_class_that_takes_the_others():
-    assert awaits_weights("vllm")
-    assert has_option(PassingOn, "awaits_weights")
-    assert not awaits_weights("hf")
+    assert has_option("vllm", "awaits_weights")
+    assert has_option(f"{__name__}:PassingOn", "awaits_weights")
+    assert not has_option(f"{__name__}:PassingOn", "no_option")
+    assert not has_option("hf", "awaits_weights")
     with pytest.raises(InvalidConfig, match="unknown"):
-        awaits_weights("no engine")
+        has_option("no engine", "awaits_weights")
 
 
 def loaded_state(worker):

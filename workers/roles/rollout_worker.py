@@ -17,15 +17,7 @@ from dataproto.errors import DataProtoError, InvalidConfig, end_after
 from dataproto.vlm import VLMFamily
 from rollout.agents import Agent, AgentPlan
 from rollout.continuation import BEGUN, BegunTurn, Tokens, WholeGroups, decode_groups
-from rollout.engine import (
-    RequestEngine,
-    SamplingParams,
-    awaits_weights,
-    create_engine,
-    engine_ranks,
-    returns_experts,
-    takes_adapters,
-)
+from rollout.engine import RequestEngine, SamplingParams, create_engine, engine_ranks, has_option
 from rollout.engine_ranks import drive
 from rollout.environments import EpisodeLimits, EpisodePlan, MakeEnvironment, TurnRenderer
 from rollout.environments.episode_rows import episode_columns, episode_starts
@@ -88,7 +80,7 @@ class RolloutConfig:
 
 def why_merged(config: RolloutConfig, actor: ModelConfig, family: VLMFamily) -> str | None:
     """Why the engine cannot hold an actor's adapters, so that they are merged into the weights; ``None`` if it can."""
-    if not takes_adapters(config.engine):
+    if not has_option(config.engine, "lora_rank"):
         return "it has no option lora_rank"
     if config.options.get("lora_rank") == 0:
         return "its option lora_rank is 0"
@@ -103,7 +95,7 @@ def why_merged(config: RolloutConfig, actor: ModelConfig, family: VLMFamily) -> 
 
 def replays_routing(config: RolloutConfig, family: VLMFamily) -> bool:
     """Whether responses come with the experts of their tokens, which the actor then uses."""
-    return config.replay_routing and family.experts is not None and returns_experts(config.engine)
+    return config.replay_routing and family.experts is not None and has_option(config.engine, "routed_experts")
 
 
 def split_prompts(call: Arguments, parts: int) -> list[Arguments]:
@@ -140,7 +132,8 @@ class RolloutWorker:
         tensor_parallel = engine_ranks(config.options)
         block, self.engine_group = neighbours(ranks, tensor_parallel), engine_group(ranks, tensor_parallel)
         self.family = checkpoint_family(config.model_path)
-        options: dict[str, Any] = {"awaits_weights": True} if awaits_weights(config.engine) else {}  # the actor's
+        awaits = has_option(config.engine, "awaits_weights")
+        options: dict[str, Any] = {"awaits_weights": True} if awaits else {}  # the actor's
         if replays_routing(config, self.family):
             options["routed_experts"] = True
         self.lora_line, merged = "", None
