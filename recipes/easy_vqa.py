@@ -15,7 +15,7 @@ from recipes.configs.easy_vqa_config import EasyVQAConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.configs.shared.run_config import RecipeConfig
 from recipes.configs.shared.supervised_config import SupervisedConfig
-from recipes.data.easy_vqa_rows import Answered, Conversations, EasyVQA, open_easy_vqa
+from recipes.data.easy_vqa_rows import EasyVQA, answered, conversations, open_easy_vqa
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.data.mixture import Mixture
 from recipes.data.splits import tell_data
@@ -87,9 +87,9 @@ def supervised_task(config: EasyVQAConfig, rows: EasyVQA, model_path: str) -> Su
     builder = SupervisedBuilder.from_pretrained(
         model_path, longest, data.min_pixels, data.max_pixels, template_arguments=data.template_arguments
     )
-    asked = Mixture([Conversations(rows.train.open_questions(each)) for each in (True, False)], weights=[2, 1])
+    asked = Mixture([conversations(rows.train.open_questions(each)) for each in (True, False)], weights=[2, 1])
     loader = PromptLoader(asked, builder, config.sft.batch_size, config.run.seed, num_workers=data.num_workers)
-    held_out = Answered(rows.test.in_random_order()[: data.eval_rows])
+    held_out = answered(rows.test.in_random_order()[: data.eval_rows])
     tell_data(loader, held_out)
 
     def evaluate(roles: Roles, step: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import Any
 from dataproto.errors import InvalidRow
 from recipes.data import row_values
 from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
-from recipes.data.tables import open_rows, open_stream
+from recipes.data.tables import ConvertedRows, open_rows, open_stream
 from rollout.prompts import invalid_row
 from rollout.prompts.messages import with_markers
 
@@ -99,26 +99,21 @@ def _cauldron_messages(texts: Any, index: int, media: Mapping[str, list[Any]]) -
     return messages
 
 
-class Questions(Sequence[dict[str, Any]]):
+def last_questions(rows: Sequence[Mapping[str, Any]]) -> ConvertedRows:
     """Conversations as prompts: each without its last answer, which becomes the ground truth.
 
-    >>> row = Questions([{"prompt": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}])[0]
+    >>> row = last_questions([{"prompt": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}])[0]
     >>> row["prompt"], row["reward_model"]["ground_truth"]
     ([{'role': 'user', 'content': '2 + 2?'}], '4')
     """
+    return ConvertedRows(rows, _question)
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.rows = rows
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, place: Any) -> Any:
-        row = self.rows[place]
-        if not row["prompt"] or row["prompt"][-1].get("role") != "assistant":
-            raise invalid_row(row, place, "the conversation must end with an answer")
-        *asked, answer = row["prompt"]
-        truth = answer.get("content")
-        if not isinstance(truth, str):
-            truth = "".join(part.get("text") or "" for part in ([] if truth is None else truth))
-        return {**row, "prompt": asked, "reward_model": {"style": "exact", "ground_truth": truth.strip()}}
+def _question(row: Mapping[str, Any], place: int) -> dict[str, Any]:
+    if not row["prompt"] or row["prompt"][-1].get("role") != "assistant":
+        raise invalid_row(row, place, "the conversation must end with an answer")
+    *asked, answer = row["prompt"]
+    truth = answer.get("content")
+    if not isinstance(truth, str):
+        truth = "".join(part.get("text") or "" for part in ([] if truth is None else truth))
+    return {**row, "prompt": asked, "reward_model": {"style": "exact", "ground_truth": truth.strip()}}

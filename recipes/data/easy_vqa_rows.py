@@ -12,7 +12,7 @@ read; none of its code runs. ::
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 from dataproto.errors import FileFormatError, InvalidConfig
 from dataproto.extras import require_extra
 from recipes.data.problem_rows import read_row
+from recipes.data.tables import ConvertedRows
 from recipes.demo.problems import Split
 from rollout.prompts.images import load_image
 
@@ -103,50 +104,39 @@ class EasyVQARows(Sequence[dict[str, Any]]):
         return replace(self, shown=(-1,) * len(self), source=f"{self.source}_without_pictures")
 
 
-class Answered(Sequence[dict[str, Any]]):
+def answered(rows: Sequence[Mapping[str, Any]]) -> ConvertedRows:
     """Problems with their answers as conversations, for `rollout.prompts.SupervisedBuilder`."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, place: Any) -> Any:
-        row = self.rows[place]
-        answer = {"role": "assistant", "content": row["reward_model"]["ground_truth"]}
-        return {**row, "prompt": [*row["prompt"], answer]}
+    return ConvertedRows(rows, _with_answer)
 
 
-class Conversations(Sequence[dict[str, Any]]):
+def _with_answer(row: Mapping[str, Any], place: int) -> dict[str, Any]:
+    answer = {"role": "assistant", "content": row["reward_model"]["ground_truth"]}
+    return {**row, "prompt": [*row["prompt"], answer]}
+
+
+def conversations(rows: EasyVQARows, questions: int = 2, seed: int = 0) -> ConvertedRows:
     """Questions about one picture with their answers as one conversation: a picture is processed once for several answers.
 
     Which questions are asked together, and in which order, is drawn at random once.
+
+    Args:
+        questions: of a conversation; fewer where a picture has no more.
     """
+    shown = np.array(rows.shown)
+    order = np.random.default_rng(seed).permutation(len(rows))
+    order = order[np.argsort(shown[order], kind="stable")]
+    pictures = np.split(order, np.flatnonzero(np.diff(shown[order])) + 1)
+    groups = [places[first : first + questions] for places in pictures for first in range(0, len(places), questions)]
+    return ConvertedRows(groups, partial(_conversation, answered(rows)))
 
-    def __init__(self, rows: EasyVQARows, questions: int = 2, seed: int = 0) -> None:
-        """
-        Args:
-            questions: of a conversation; fewer where a picture has no more.
-        """
-        self.answered = Answered(rows)
-        shown = np.array(rows.shown)
-        order = np.random.default_rng(seed).permutation(len(rows))
-        order = order[np.argsort(shown[order], kind="stable")]
-        pictures = np.split(order, np.flatnonzero(np.diff(shown[order])) + 1)
-        self.places = [
-            places[first : first + questions] for places in pictures for first in range(0, len(places), questions)
-        ]
 
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, place: Any) -> Any:
-        first, *others = (self.answered[each] for each in self.places[place].tolist())
-        marker = "<image>" * len(first["images"])
-        messages = [message for row in others for message in row["prompt"]]
-        turns = [{**message, "content": message["content"].removeprefix(marker)} for message in messages]
-        return {**first, "prompt": [*first["prompt"], *turns]}
+def _conversation(rows: ConvertedRows, places: np.ndarray, _: int) -> dict[str, Any]:
+    """The answered questions at these places, one after another; the first shows the picture."""
+    first, *others = (rows[place] for place in places.tolist())
+    marker = "<image>" * len(first["images"])
+    messages = [message for row in others for message in row["prompt"]]
+    turns = [{**message, "content": message["content"].removeprefix(marker)} for message in messages]
+    return {**first, "prompt": [*first["prompt"], *turns]}
 
 
 @dataclass(frozen=True)

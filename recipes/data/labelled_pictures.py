@@ -11,7 +11,7 @@ import numpy as np
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import OnBadRow, check_columns
 from recipes.data.row_values import conversation
-from recipes.data.tables import Table, TableRows, open_tables
+from recipes.data.tables import ConvertedRows, Table, TableRows, open_tables
 from recipes.demo.classes import CLASSES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split
 from rollout.prompts.sources import media_file, media_list
@@ -134,10 +134,15 @@ def labelled_data(
         if unknown := sorted({str(pictures.labels[place]) for place in pictures.used} - {*classes}):
             split = f"the held-out set {name}" if name else f"the test split of {source}"
             raise InvalidConfig(f"{split} has classes that are not in the training data: {unknown[:5]}")
-    rows: Any = LabelledRows(train, classes, templates, train.name)
-    held_out: dict[str, Any] = {
-        name: LabelledRows(pictures, classes, templates, train.name) for name, pictures in opened.items()
-    }
+
+    def asked(pictures: LabelledPictures) -> ConvertedRows:
+        """Conversations about those that are used."""
+        return ConvertedRows(
+            pictures.used, lambda number, _: templates.row(*pictures[number], classes, train.name, number)
+        )
+
+    rows: Any = asked(train)
+    held_out: dict[str, Any] = {name: asked(pictures) for name, pictures in opened.items()}
     if not held_out:
         apart = _held_out([str(train.labels[place]) for place in train.used], seed)
         if not apart:
@@ -216,23 +221,6 @@ class LabelledPictures:
             raise self.rows.invalid(place, f"{self.image_column!r} {several if images else 'is missing'}")
         file = None if row["media_root"] is None else media_file(images[0], row["media_root"])
         return images[0] if file is None else file, str(self.labels[place])
-
-
-@dataclass(frozen=True)
-class LabelledRows(Sequence[dict[str, Any]]):
-    """Conversations about labelled pictures, those that are used."""
-
-    pictures: LabelledPictures
-    classes: tuple[str, ...]
-    templates: Templates
-    source: str
-
-    def __len__(self) -> int:
-        return len(self.pictures.used)
-
-    def __getitem__(self, place: Any) -> Any:
-        number = self.pictures.used[place]
-        return self.templates.row(*self.pictures[number], self.classes, self.source, number)
 
 
 def _label(value: Any, names: Sequence[str]) -> str | None:

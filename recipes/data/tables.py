@@ -9,6 +9,7 @@ import re
 from bisect import bisect_right
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -101,6 +102,24 @@ def read_one(read: ReadRow, raw: Any, place: int) -> dict[str, Any]:
         raise
     except DataProtoError as error:
         raise InvalidRow(place, str(error)) from error
+
+
+@dataclass(frozen=True)
+class ConvertedRows(Sequence[dict[str, Any]]):
+    """Rows that ``convert`` makes of other rows and their places, each when it is read.
+
+    >>> ConvertedRows([{"a": 1}, {"a": 2}], lambda row, place: {"b": 10 * row["a"] + place})[1]
+    {'b': 21}
+    """
+
+    rows: Sequence[Any]
+    convert: Callable[[Any, int], dict[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.convert(self.rows[place], place)
 
 
 class JsonRows(Sequence[dict[str, Any]]):

@@ -12,7 +12,7 @@ from torch import Tensor
 from dataproto import DataProto
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
-from recipes.data.conversations import Questions
+from recipes.data.conversations import last_questions
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.demo.tiny_model import make_tiny_model, make_tiny_processors, model_of_run
 from recipes.run.evaluation import Evaluate, evaluate_samples
@@ -210,7 +210,8 @@ def supervised_evaluation(
         metrics |= {"val/loss": fmean(losses.values())} if losses else {}
         if data.max_response_length:
             asked = {
-                name: EvaluationLoader(Questions(each), questions, 4 * size, bad) for name, each in held_out.items()
+                name: EvaluationLoader(last_questions(each), questions, 4 * size, bad)
+                for name, each in held_out.items()
             }
             greedy = SamplingParams(temperature=0, max_tokens=data.max_response_length)
             found, answered = evaluate_samples(roles, asked, greedy, config.run.output_dir, step)

@@ -14,9 +14,9 @@ from pyarrow.parquet import write_table
 
 from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
 from recipes.data.conversations import (
-    Questions,
     conversation_rows,
     conversation_stream,
+    last_questions,
     read_conversation_row,
 )
 from recipes.data.loader import draws
@@ -245,11 +245,11 @@ def test_questions_end_before_the_last_answer():
     row = {
         "prompt": [ASKED, ANSWERED, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": " Yes. "}]
     }
-    asked = Questions([row])[0]
+    asked = last_questions([row])[0]
     assert asked["prompt"] == [ASKED, ANSWERED, {"role": "user", "content": "Sure?"}]
     assert asked["reward_model"]["ground_truth"] == "Yes."
     with pytest.raises(InvalidRow, match="must end with an answer"):
-        Questions([{"prompt": [ASKED]}])[0]
+        last_questions([{"prompt": [ASKED]}])[0]
 
 
 def test_calls_and_tools_have_the_names_that_they_were_written_with(tmp_path):

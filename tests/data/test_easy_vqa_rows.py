@@ -7,7 +7,7 @@ import pytest
 
 from dataproto.errors import FileFormatError, InvalidConfig
 from helpers.easy_vqa_files import write_easy_vqa
-from recipes.data.easy_vqa_rows import Answered, Conversations, decoded, open_easy_vqa
+from recipes.data.easy_vqa_rows import answered, conversations, decoded, open_easy_vqa
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def test_a_row_has_the_question_its_picture_and_the_answer(easy_vqa):
     assert (row["data_source"], row["extra_info"]["split"], row["index"]) == ("easy_vqa", "train", 4)
     assert row["images"][0].size == (64, 64)
     assert row["images"][0].getpixel((18, 18)) == (0, 0, 255)  # picture 1 is blue
-    assert Answered(easy_vqa.train)[4]["prompt"][1] == {"role": "assistant", "content": "circle"}
+    assert answered(easy_vqa.train)[4]["prompt"][1] == {"role": "assistant", "content": "circle"}
     assert (len(easy_vqa.train), len(easy_vqa.test)) == (36, 18)
     assert len(list(easy_vqa.test)) == 18  # iteration ends
 
@@ -111,9 +111,9 @@ def test_the_real_package_is_what_the_documents_say():
 
 
 def test_a_conversation_asks_about_one_picture(easy_vqa):
-    rows, conversations = easy_vqa.train, Conversations(easy_vqa.train, questions=2)
+    rows, talks = easy_vqa.train, conversations(easy_vqa.train, questions=2)
     asked = []
-    for conversation in conversations:
+    for conversation in talks:
         messages = conversation["prompt"]
         assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
         assert [message["content"].count("<image>") for message in messages] == [1] + [0] * (len(messages) - 1)
@@ -122,4 +122,4 @@ def test_a_conversation_asks_about_one_picture(easy_vqa):
         asked += zip(words[::2], words[1::2], [picture] * len(words))
     assert sorted(asked) == sorted((each.question, each.answer, each.picture) for each in rows.questions)
     of_pictures = collections.Counter(each.picture for each in rows.questions)
-    assert len(conversations) == sum(-(-number // 2) for number in of_pictures.values())
+    assert len(talks) == sum(-(-number // 2) for number in of_pictures.values())

@@ -12,7 +12,7 @@ from helpers.geo3k_files import drawing, png
 from helpers.tiny_prompts import tiny_builder
 from recipes import grpo, sft
 from recipes.data.column_keys import ColumnKeys
-from recipes.data.conversations import Questions, conversation_rows, read_conversation_row
+from recipes.data.conversations import conversation_rows, last_questions, read_conversation_row
 from recipes.data.loader import drop_overlong
 from recipes.data.problem_rows import load_rows, read_row
 from recipes.rewards.geometry3k import check_truth, compute_score
@@ -192,10 +192,10 @@ def test_a_call_of_a_tool_needs_no_content():
 
 def test_a_held_out_conversation_may_end_with_a_call_and_must_not_be_empty():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "zoom"}}]}
-    assert Questions([{"prompt": [*ASKED, call]}])[0]["reward_model"]["ground_truth"] == ""
+    assert last_questions([{"prompt": [*ASKED, call]}])[0]["reward_model"]["ground_truth"] == ""
     for messages in ([], ASKED):
         with pytest.raises(InvalidRow, match="must end with an answer"):
-            Questions([{"prompt": messages}])[0]
+            last_questions([{"prompt": messages}])[0]
 
 
 # Templates of EasyR1
