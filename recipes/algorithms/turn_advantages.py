@@ -140,7 +140,8 @@ def turn_gae(
     (tensor([[0.4000, 0.4000, 0.2000]]), tensor([[0.9000, 0.9000, 1.0000]]))
     """
     turns = _Turns.find(response_mask, turn, trajectory)
-    advantages, returns = turns.gae(turns.rewards(token_level_rewards), turns.at(turns.first, values), turn_gamma, lam)
+    rewards, before = turns.rewards(token_level_rewards), turns.at(turns.first, values)
+    advantages, returns = _gae_at(turns.cells, turns.shape, rewards, before, turn_gamma, lam)
     return turns.spread(advantages), turns.spread(returns)
 
 
@@ -173,16 +174,13 @@ def bi_level_gae(
     """
     turns = _Turns.find(response_mask, turn, trajectory)
     ends, rewards = turns.at(turns.last, values), turns.rewards(token_level_rewards)
-    _, targets = turns.gae(rewards, ends, turn_gamma, lam)
+    _, targets = _gae_at(turns.cells, turns.shape, rewards, ends, turn_gamma, lam)
     kept = values.detach().float()[turns.sampled]
     last = targets.new_zeros(len(kept)).index_put((turns.last,), targets)  # of each turn at its end, else 0
     place = torch.arange(len(kept), device=kept.device) - turns.first[turns.of]
     within = len(targets), int(place.max()) + 1 if len(place) else 0
-    rewarded, valued, real = (
-        kept.new_zeros(within).index_put((turns.of, place), column) for column in (last, kept, torch.ones_like(kept))
-    )
     advantages = torch.zeros_like(values, dtype=torch.float32)
-    advantages[turns.sampled] = gae(rewarded, valued, real, gamma, lam)[0][turns.of, place]
+    advantages[turns.sampled] = _gae_at((turns.of, place), within, last, kept, gamma, lam)[0]
     return advantages, torch.where(turns.sampled, advantages + values.detach().float(), 0.0)
 
 
@@ -198,6 +196,17 @@ def uncut_tokens(response_mask: Tensor, end_reason: Iterable[str]) -> Tensor:
     return response_mask * torch.tensor(whole, device=response_mask.device)[:, None]
 
 
+def _gae_at(
+    cells: tuple[Tensor, Tensor], shape: tuple[int, int], rewards: Tensor, values: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """`gae` of rewards and values that lie in these rows and columns of a table: advantages and returns, all (N,)."""
+    rewarded, valued, real = (
+        values.new_zeros(shape).index_put(cells, column) for column in (rewards, values, torch.ones_like(values))
+    )
+    advantages, returns = gae(rewarded, valued, real, gamma, lam)
+    return advantages[cells], returns[cells]
+
+
 @dataclass(frozen=True)
 class _Turns:
     """The turns of a batch, those of an episode one after another; M sampled tokens in all."""
@@ -208,7 +217,7 @@ class _Turns:
     last: Tensor  # (N,) int64, its last sampled token
     row: Tensor  # (N,) int64
     number: Tensor  # (N,) int64, in its episode, from 1
-    cells: Tensor  # (N,) int64, its place in the flattened (E, T)
+    cells: tuple[Tensor, Tensor]  # each (N,) int64, its episode, and its place there
     shape: tuple[int, int]  # (E, T)
 
     @classmethod
@@ -225,7 +234,7 @@ class _Turns:
         episode, counts = keys // base, torch.bincount(keys // base, minlength=count)
         place = torch.arange(len(keys), device=mask.device) - (counts.cumsum(0) - counts)[episode]
         longest = int(counts.max()) if len(counts) else 0
-        return cls(sampled, of, first, last, rows[first], keys % base, episode * longest + place, (count, longest))
+        return cls(sampled, of, first, last, rows[first], keys % base, (episode, place), (count, longest))
 
     def rewards(self, token_level_rewards: Tensor) -> Tensor:
         """The sum of the rewards of each turn (N,) float32."""
@@ -236,19 +245,10 @@ class _Turns:
         """The values of these sampled tokens: (N,) of (B, R)."""
         return values.detach().float()[self.sampled][tokens]
 
-    def gae(self, rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-        """Advantages and returns (N,) of turns with these rewards and values (N,)."""
-        rewarded, valued, real = (
-            values.new_zeros(self.shape).flatten().index_put((self.cells,), column).view(self.shape)
-            for column in (rewards, values, torch.ones_like(values))
-        )
-        advantages, returns = gae(rewarded, valued, real, gamma, lam)
-        return advantages.flatten()[self.cells], returns.flatten()[self.cells]
-
     def returns(self, token_level_rewards: Tensor, gamma: float) -> Tensor:
         """The discounted return of each turn (N,)."""
         rewards = self.rewards(token_level_rewards)
-        return self.gae(rewards, torch.zeros_like(rewards), gamma, 1.0)[1]
+        return _gae_at(self.cells, self.shape, rewards, torch.zeros_like(rewards), gamma, 1.0)[1]
 
     def states(self, uid: Sequence[Hashable], states: Sequence[Sequence[Hashable]]) -> list[tuple[Hashable, Hashable]]:
         """For each turn the group of its row, and the state before it."""
