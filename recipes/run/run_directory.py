@@ -133,16 +133,14 @@ def with_schedules(config: Config, updates: Mapping[str, int]) -> Config:
 
 
 @contextmanager
-def recorded_run(run: RunConfig, config: Any = None) -> Iterator[Path]:
-    """Opens the run's directory for the time of a block, and writes ``report.html`` at its end, also after an error.
-
-    Args:
-        config: the dataclass that describes the run; its field ``run`` is ``run``. By default only ``run`` is recorded.
+def recorded_run(run: RunConfig) -> Iterator[Path]:
+    """Opens the run's directory for the time of a block, records ``run`` there, and writes ``report.html`` at its end, also after
+    an error.
 
     Raises:
         InvalidConfig, CheckpointError: see `held_directory` and `open_run_directory`.
     """
-    config = RecordedRun(run) if config is None else config
+    config = RecordedRun(run)
     with held_directory(config):
         open_run_directory(config)
         with reported(run.output_dir) as directory:
@@ -207,7 +205,7 @@ def open_run_directory(
     """Prepares the directory of a run, and writes ``config.json``, ``config.yaml`` and ``environment.json`` there.
 
     Args:
-        config: the dataclass that describes the run; see `recorded_run`.
+        config: the dataclass that describes the run, with a field ``run``.
         updates: see `with_schedules`.
         loader: of the rows to train on, which give the steps of ``run.epochs``.
 
