@@ -128,8 +128,7 @@ def _alike(rows: Rows, like: RaggedTensor, name: str, most: int) -> RaggedTensor
     made = ragged_rows(rows, "B", name)
     if len(made) != len(like):
         raise RowCountMismatch(f"{len(like)} rows of input_ids, but {len(made)} of {name}")
-    if (wrong := (made.lengths != like.lengths).nonzero()).numel():
-        row = int(wrong[0])
+    for row in (made.lengths != like.lengths).nonzero().flatten().tolist():
         raise InvalidRow(row, f"{int(like.lengths[row])} input_ids, but {int(made.lengths[row])} of {name}")
     if len(made.storage) and int(made.storage.max()) > most:  # The storage may hold more than the rows.
         for row, numbers in enumerate(made):

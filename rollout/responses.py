@@ -197,8 +197,7 @@ def collate_responses(
     """
     tokens = ragged_rows([completion.token_ids for completion in completions], name="tokens")
     log_probs = ragged_rows([completion.log_probs for completion in completions], "f", "log-probs")
-    if (wrong := (tokens.lengths != log_probs.lengths).nonzero()).numel():
-        row = int(wrong[0])
+    for row in (tokens.lengths != log_probs.lengths).nonzero().flatten().tolist():
         raise InvalidRow(row, f"{int(tokens.lengths[row])} tokens, but {int(log_probs.lengths[row])} log-probs")
     responses, filled = pad_rows(tokens, width, pad_token_id)
     return responses, filled.to(torch.int64), pad_rows(log_probs, width, 0)[0]

@@ -136,8 +136,7 @@ def read_inputs(
     known = (targets >= 0) & (targets < vocabulary)
     chosen = [values[MASK]] if MASK in values else [values[name] for name in wanted]
     learned = torch.stack([value != 0 for value in chosen]).any(0)
-    if bool((learned & ~known).any()):
-        first = int((learned & ~known).nonzero()[0])
+    for first in (learned & ~known).nonzero().flatten().tolist():
         raise InvalidColumn(
             f"loss_fn_inputs[{TARGETS!r}]{layout.place(first)} = {int(targets[first])} is no token of the model, which has 0 to "
             f"{vocabulary - 1}: its weight, advantage or mask must be 0"

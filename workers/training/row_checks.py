@@ -70,9 +70,8 @@ def check_attended(data: DataProto) -> None:
     """A log-prob depends on the tokens before, so a response token follows one, and is itself attended to."""
     attended, wanted = data["attention_mask"].bool(), data["response_mask"].bool()
     later = attended & (attended.cumsum(1) > 1)
-    cells = (wanted & ~later[:, attended.shape[1] - wanted.shape[1] :]).nonzero()
-    if len(cells):
-        row, column = cells[0].tolist()
+    wrong = wanted & ~later[:, attended.shape[1] - wanted.shape[1] :]
+    for row, column in wrong.nonzero().tolist():
         raise InvalidColumn(
             f"row {row}, response position {column}: response_mask is 1 on a token that is not attended to or has no token "
             "before it; set response_mask to 0 there"
@@ -82,9 +81,8 @@ def check_attended(data: DataProto) -> None:
 def check_vocabulary(data: DataProto, vocabulary: int) -> None:
     """A split vocabulary would silently give a token outside of it an embedding of zero."""
     tokens = data["input_ids"]
-    cells = (((tokens < 0) | (tokens >= vocabulary)) & data["attention_mask"].bool()).nonzero()
-    if len(cells):
-        row, column = cells[0].tolist()
+    wrong = ((tokens < 0) | (tokens >= vocabulary)) & data["attention_mask"].bool()
+    for row, column in wrong.nonzero().tolist():
         raise InvalidColumn(
             f"'input_ids', row {row}, position {column}: token {int(tokens[row, column])} is outside the model's vocabulary of "
             f"{vocabulary} tokens; set 'attention_mask' to 0 where a token does not count"
@@ -95,9 +93,7 @@ def check_responses(data: DataProto, banned_ids: Sequence[int]) -> None:
     width = data["response_mask"].shape[1]
     responses = data["input_ids"][:, data["input_ids"].shape[1] - width :]
     banned = torch.isin(responses, torch.tensor(banned_ids, dtype=responses.dtype, device=responses.device))
-    cells = (banned & data["response_mask"].bool()).nonzero()
-    if len(cells):
-        row, column = cells[0].tolist()
+    for row, column in (banned & data["response_mask"].bool()).nonzero().tolist():
         raise InvalidColumn(
             f"row {row}, response position {column}: token {int(responses[row, column])} is banned from sampling, so it has "
             "no log-prob under the policy; set response_mask to 0 there"
@@ -122,9 +118,7 @@ def check_routed_experts(data: DataProto, module: PackedVLM) -> None:
                 f"{name!r} has {tuple(column.tail)} layers and choices a token, the model {module.routing_shape}: leave the "
                 "column out, or take rows of an engine with this model"
             )
-        wrong = (column.lengths != mask.sum(1)).nonzero()
-        if len(wrong):
-            row = int(wrong[0])
+        for row in (column.lengths != mask.sum(1)).nonzero().flatten().tolist():
             raise InvalidColumn(
                 f"{name!r}, row {row}: {int(column.lengths[row])} tokens, of {int(mask[row].sum())} attended"
             )
@@ -150,9 +144,7 @@ def check_media(data: DataProto, module: PackedVLM) -> None:
                     raise MediaMismatch(f"row {number}: {error}") from error
             expected[number] += torch.tensor(features[key])
     found = torch.stack([(types == kind).sum(1) for kind in TOKEN_TYPES.values()], dim=1)
-    wrong = (found != expected).nonzero()
-    if len(wrong):
-        row_number, kind = wrong[0].tolist()
+    for row_number, kind in (found != expected).nonzero().tolist():
         raise MediaMismatch(
             f"row {row_number}: {int(found[row_number, kind])} {[*TOKEN_TYPES][kind]} placeholder tokens, but its media "
             f"makes {int(expected[row_number, kind])} features; a prompt that was cut through its media cannot be used: leave "
@@ -195,9 +187,7 @@ def check_finite(scores: Tensor, data: DataProto, name: str) -> None:
     dataproto.errors.NonFiniteLogits: row 1 (uid b): old_log_probs of response token 1 is nan: the model's weights, or the row's \
 pixels, hold NaN or infinity
     """
-    wrong = (~scores.isfinite() & (data["response_mask"] != 0)).nonzero()
-    if len(wrong):
-        row, place = wrong[0].tolist()
+    for row, place in (~scores.isfinite() & (data["response_mask"] != 0)).nonzero().tolist():
         uid = f" (uid {data['uid'][row]})" if "uid" in data else ""
         raise NonFiniteLogits(
             f"row {row}{uid}: {name} of response token {place} is {float(scores[row, place])}: the model's weights, or the row's "
