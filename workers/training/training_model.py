@@ -170,7 +170,7 @@ class TrainingModel:
         self.accounting = Accounting(self.device, self.ranks)
         self.saving = Saving()
         self.skipped: list[SkippedStep] = []
-        self.has_passes = False  # whether single passes have added gradients, which wait for a step
+        self.has_passes = False  # whether single passes have added gradients since the last step
         self._optimizer = None if optimizer is None else self._new_optimizer(optimizer)
         half = self.precision.half_weights
         drop = (lambda: None) if half is None else half.drop
@@ -358,6 +358,10 @@ class TrainingModel:
     def _reshard(self) -> None:
         for transform in self.transforms:
             transform.reshard(self.module)
+
+    def note_pass(self) -> None:
+        """Notes that a single pass has added gradients, which wait for a step."""
+        self.has_passes = True
 
     def drop_gradients(self) -> None:
         """Drops the gradients that have added up since the last step, those that ranks have not reduced yet too."""
