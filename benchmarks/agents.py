@@ -291,9 +291,10 @@ def rate(options: argparse.Namespace) -> None:
         name: partial(plan.play, engine, renderer, sampling=sampling) for name, plan in plans.items()
     }
     with mock.patch("rollout.sampling.draw_tokens", ends):
-        for way in ways.values():
-            way(starts[: len(starts) // 4])  # kernels, graphs and caches
-        found = {name: [tokens_a_second(way, starts) for _ in range(options.times)] for name, way in ways.items()}
+        found = {}
+        for name, way in ways.items():
+            way(starts[: len(starts) // 4])  # kernels, graphs, caches, and the process of an agent
+            found[name] = [tokens_a_second(way, starts) for _ in range(options.times)]
     native = median(found["play"])
     for name, rates in found.items():
         listed = ", ".join(f"{each:,.0f}" for each in rates)
