@@ -56,7 +56,7 @@ class Drafts:
     """
 
     def __init__(self, banned_ids: Collection[int] = (), by_head: bool = False) -> None:
-        """``banned_ids`` are never drawn, so a draft ends before them. ``by_head``: a head drafts if nothing is found."""
+        """A draft ends before the first of ``banned_ids``. With ``by_head`` a prediction head drafts where no n-gram is found."""
         self._banned, self._by_head = frozenset(banned_ids), by_head
         self._groups: dict[Hashable, _Group] = {}
         self._samples: dict[int, _Sample] = {}

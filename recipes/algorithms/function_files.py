@@ -14,7 +14,7 @@ from dataproto.errors import DataProtoError, UserFunctionFailed, describe
 
 @dataclass(frozen=True)
 class NamedFunction:
-    """A function of a user's file. Unpickled it is the function itself, of the file as it was, in a process on any machine."""
+    """A function of a user's file. Its pickle holds the code of the file and gives the function, on any machine."""
 
     module: str
     path: str

@@ -155,7 +155,7 @@ def draw(draft: Draft, random: Random) -> Image.Image:
 
 
 class Label:
-    """A text of a picture that is drawn larger, in pixels of that."""
+    """A text in a picture. Its sizes are in pixels of the supersampled picture."""
 
     def __init__(self, text: str, font: ImageFont.FreeTypeFont) -> None:
         self.text, self.font = text, font

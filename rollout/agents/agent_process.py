@@ -28,7 +28,7 @@ from rollout.environments.environment_process import die_with_parent, how_ended,
 CLOSING_S = 2.0
 """Seconds that agents get to end when a rollout has ended."""
 CLOSED = b"closed"
-"""What a process says when they have."""
+"""What a process says when it can play: when it has begun, and when the agents of the rollout before have ended."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def in_process(agent: Any) -> AgentApart:
 
 
 class _Process:
-    """A process that plays for one rollout at a time. A thread sends, so that it keeps nobody."""
+    """A process that plays one rollout at a time. A thread sends messages, so that one that does not read holds up nobody."""
 
     def __init__(self, agent: bytes) -> None:
         preload(__name__, agent)
@@ -84,21 +84,21 @@ class _Process:
         atexit.register(self.end)  # else the end of the program waits for it
 
     def send(self, *message: Any) -> None:
-        """Sends a message in a while. Raises what its pickling raises."""
+        """Queues a message. Raises what pickling it raises."""
         self._outbox.put(cloudpickle.dumps(message) if message[0] == "begin" else pickle.dumps(message))
 
     def _deliver(self) -> None:
-        with suppress(OSError):  # it has ended, which who receives tells
+        with suppress(OSError):  # the process has ended; `next` tells it
             while (message := self._outbox.get()) is not None:
                 self.connection.send_bytes(message)
 
     def close(self) -> None:
-        """Cancels the agents that still run, at its own pace."""
+        """Tells it to cancel the agents that still run, and does not wait for it."""
         self.send("close")
         self._closing = True
 
     def waits(self) -> bool:
-        """Whether its agents have ended, which it waits for. False: one does not give way, or the process has ended."""
+        """Waits until its agents have ended. False: one does not give way, or the process has ended."""
         with suppress(OSError, EOFError):
             while self._closing and self.connection.poll(CLOSING_S):
                 self._closing = self.connection.recv_bytes() != CLOSED
@@ -106,7 +106,7 @@ class _Process:
         return False
 
     def end(self) -> str:
-        """Lets it end, once its agents have, or kills it, unless it has ended; tells how."""
+        """Waits for the end of its agents and of itself, then kills it if it has not ended. Returns how it ended."""
         atexit.unregister(self.end)
         self.waits()
         self._outbox.put(None)
@@ -179,7 +179,7 @@ class AgentsApart:
         if number is None:
             try:
                 return pickle.loads(event)
-            except Exception as error:  # of what the user's classes make of it
+            except Exception as error:  # raised by the user's classes
                 return Ended(episode, None, f"what the agent gave cannot be read by another process: {describe(error)}")
         replies: Future[Any] = Future()
         replies.add_done_callback(partial(_answer, self._process, number))
@@ -230,7 +230,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _serve(connection: Any, pickled: bytes, start_method: str) -> None:
-    """Plays for one rollout after another, as far as the agent sees in a process as any other."""
+    """Plays one rollout after another. To the agent the process is like any other."""
     die_with_parent()
     multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, lambda *_: None)  # the engine's process ends this one
@@ -300,5 +300,5 @@ def _tell(
                 failed = Ended(episode, None, f"what the agent gave cannot be sent: {describe(error)}")
                 told = pickle.dumps(failed)
             pickle.dump((None, episode, told), file)
-        with suppress(OSError):  # there is no engine any more
+        with suppress(OSError):  # the engine's process has ended
             connection.send_bytes(file.getvalue())
