@@ -33,7 +33,7 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.random_checkpoint import make  # noqa: E402
 from benchmarks.rollout import prompts_of, synchronize  # noqa: E402
-from rollout.drafts import Drafts  # noqa: E402
+from rollout.drafts import Drafts, clock_on  # noqa: E402
 from rollout.engine import SamplingParams, create_engine  # noqa: E402
 from rollout.responses import build_requests  # noqa: E402
 from rollout.sampling import draw_tokens  # noqa: E402
@@ -46,7 +46,7 @@ class RecordedTokens(Drafts):
 
     def __init__(self, sampler: Any, recorded: dict[int, list[int]], head: Callable[[int, int], Tensor] | None) -> None:
         """``recorded`` tokens by the seeds of their requests; ``head`` does the work of a number of rows and of drafts."""
-        super().__init__(sampler.banned_ids)
+        super().__init__(sampler.banned_ids, clock_on(sampler.device))
         self.sampler, self.head, self.rate = sampler, head, 1.0
         self.known: dict[int, int] = {}  # tokens of the request in a slot
         self.place = {seed: place for place, seed in enumerate(recorded)}
@@ -65,11 +65,16 @@ class RecordedTokens(Drafts):
         at = self.sampler._sent(np.stack([places, steps.clip(0, self.tokens.shape[1] - 1)]))
         return self.on_device[at[0], at[1]]
 
-    def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int] | None]:
+    def begin(self, rate: float) -> None:
+        """Drafts are kept at this rate from now on; whether they pay is found out anew."""
+        self.rate = rate
+        self._ways.clear()
+
+    def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int]] | None:
         """In place of `PolicySampler.next_drafts`, whose work it does next to that of a head."""
-        if self.head is not None:
+        found: list[list[int]] | None = self._next_drafts(sampled, most)
+        if self.head is not None and found is not None:
             self.head(len(sampled), most)
-        found: list[list[int] | None] = self._next_drafts(sampled, most)
         return found
 
     def open(self, number: int, key: Hashable, prompt: Tensor) -> None:
@@ -80,7 +85,7 @@ class RecordedTokens(Drafts):
         super().add(number, token_ids)
         self.known[number] += len(token_ids)
 
-    def look_up(self, number: int, most: int) -> list[int]:
+    def next_tokens(self, number: int, most: int) -> list[int]:
         """The tokens that come next, each with the probability of the rate, and else others."""
         own = self.tokens[self.place[int(self.sampler.seeds[number])]]
         draft = own[self.known[number] : self.known[number] + most]
@@ -130,7 +135,7 @@ def measure(arguments: argparse.Namespace, drafted: int) -> None:
     sizes = sorted({min(rows, len(requests)) for rows in arguments.rows})
     for rows, rate in itertools.product(sizes, arguments.rates if take is not None else [0.0]):
         if take is not None:
-            take.rate = rate
+            take.begin(rate)
         engine._reset_caches()
         synchronize()
         started = time.perf_counter()

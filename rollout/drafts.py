@@ -4,22 +4,65 @@ A draft changes no token: the engine draws each token from the sample's own rand
 the one that was drawn (exact-match speculation). After prompt lookup decoding (Saxena 2023), with siblings in addition to
 the prompt.
 
-A draft is refused if the engine draws none of its tokens; it has then cost work for nothing. A sample pauses after `PATIENCE`
-refused drafts in a row: it gets no draft for `PAUSE` passes of the engine, and then one more. A smaller patience would slow down
-rows whose drafts are often kept, because a pass lasts as long for a row without a draft when other rows have one.
+Drafts cost work, and what they give depends on the samples, on their number and on the device. So an engine on CUDA decodes with
+drafts or without, whichever has given more tokens a second. All rows of a pass have drafts or none, because a pass lasts as long
+for a row without a draft when others have one. On a CPU each pass has drafts, so that a seed gives the same run to the last bit.
 """
 
-from collections.abc import Collection, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from statistics import mean, median
+from time import perf_counter
 
+import torch
 from torch import Tensor
 
 NGRAM_SIZES = (4, 2)
 """How many last tokens are looked up, largest first."""
-PATIENCE = 12
-"""The number of refused drafts in a row after which a sample pauses."""
-PAUSE = 64
-"""The number of passes that a pause lasts."""
+TRIAL = 3
+"""The number of passes for which the slower way is tried again."""
+LASTS = 64, 1024
+"""The number of passes between two trials: at first, and at most."""
+
+
+def clock_on(device: torch.device) -> Callable[[], float] | None:
+    """The clock of an engine's `Drafts` on this device."""
+    return perf_counter if device.type == "cuda" else None
+
+
+@dataclass(eq=False)
+class _Ways:
+    """Of about equally many rows, the way in which they are decoded now, and the tokens a second of each row in both."""
+
+    drafting: bool = True
+    trying: bool = False
+    lasts: int = LASTS[0] // 4  # passes until the next trial
+    passes: int = 0  # since the way was chosen
+    last: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=LASTS[0])
+    )  # tokens a row, and seconds
+    speeds: dict[bool, float] = field(default_factory=dict)
+
+    def note(self, tokens: float, seconds: float) -> None:
+        """A pass of the current way gave so many tokens a row. A trial is compared with what was before it; if it was no faster,
+        four times as many passes lie before the next one.
+        """
+        self.last.append((tokens, seconds))
+        self.passes += 1
+        if self.passes < (self.lasts if self.speeds and not self.trying else TRIAL):
+            return
+        given, taken = zip(*self.last, strict=True)
+        self.speeds[self.drafting] = mean(given) / median(taken)
+        self.last.clear()
+        self.passes = 0
+        if self.trying:
+            faster = self.speeds[self.drafting] > self.speeds[not self.drafting]
+            self.lasts = LASTS[0] if faster else min(4 * self.lasts, LASTS[1])
+            self.drafting = self.drafting == faster
+        else:
+            self.drafting = not self.drafting
+        self.trying = not self.trying
 
 
 @dataclass(eq=False)
@@ -36,10 +79,6 @@ class _Sample:
     key: Hashable
     group: _Group
     last: list[int]  # tokens
-    drafted: bool = False  # in its last pass
-    added: int = 0  # tokens since then
-    refused: int = 0  # drafts in a row
-    pause: int = 0  # passes that are left of its pause
 
 
 class Drafts:
@@ -55,11 +94,13 @@ class Drafts:
     [3, 4]
     """
 
-    def __init__(self, banned_ids: Collection[int] = (), by_head: bool = False) -> None:
-        """A draft ends before the first of ``banned_ids``. With ``by_head`` a prediction head drafts where no n-gram is found."""
-        self._banned, self._by_head = frozenset(banned_ids), by_head
+    def __init__(self, banned_ids: Collection[int] = (), clock: Callable[[], float] | None = None) -> None:
+        """A draft ends before the first of ``banned_ids``. Without a ``clock`` of seconds each pass has drafts."""
+        self._banned, self._clock = frozenset(banned_ids), clock
         self._groups: dict[Hashable, _Group] = {}
         self._samples: dict[int, _Sample] = {}
+        self._ways: dict[int, _Ways] = {}  # by the number of binary digits of the number of rows
+        self._added, self._began = 0, (0, 0.0)  # tokens of this pass; digits and time at its beginning
 
     def open(self, number: int, key: Hashable, prompt: Tensor) -> None:
         """Adds sample ``number`` of the group ``key``; samples of one ``prompt (P',)`` of token ids share the tensor."""
@@ -75,26 +116,22 @@ class Drafts:
         """Adds tokens that a sample has drawn."""
         sample = self._samples[number]
         sample.last = _learn(sample.group, sample.last, token_ids)
-        sample.added += len(token_ids)
+        self._added += len(token_ids)
 
-    def next_tokens(self, number: int, most: int) -> list[int] | None:
-        """At most ``most`` tokens that may follow, asked for once before each pass of the engine; none if the sample's last
-        tokens are new to its group, and ``None`` while it pauses.
-        """
-        sample = self._samples[number]
-        if sample.drafted:  # the pass then drew one token, and those of the draft that it kept
-            sample.refused = 0 if sample.added > 1 else sample.refused + 1
-            sample.pause = PAUSE if sample.refused >= PATIENCE else 0
-        sample.added, sample.drafted = 0, not sample.pause
-        if sample.pause:
-            sample.pause -= 1
-            return None
-        found = self.look_up(number, most)
-        sample.drafted = self._by_head or bool(found)
-        return found
+    def pay(self, rows: int) -> bool:
+        """Whether the next pass, over so many rows, has drafts. To be asked once before each pass."""
+        if self._clock is None:
+            return True
+        now, digits = self._clock(), rows.bit_length()
+        ways = self._ways.setdefault(digits, _Ways())
+        before, began = self._began
+        if rows and before == digits:
+            ways.note(self._added / rows, now - began)
+        self._added, self._began = 0, (digits, now)
+        return ways.drafting
 
-    def look_up(self, number: int, most: int) -> list[int]:
-        """At most ``most`` tokens that followed the sample's last ones before."""
+    def next_tokens(self, number: int, most: int) -> list[int]:
+        """At most ``most`` tokens that followed the sample's last ones before; none if these are new to its group."""
         sample = self._samples[number]
         following, last, found = sample.group.following, list(sample.last), list[int]()
         while len(found) < most:
@@ -113,6 +150,8 @@ class Drafts:
             sample.group.samples -= 1
             if not sample.group.samples:
                 del self._groups[sample.key]
+        if not self._samples:
+            self._began = 0, 0.0  # the engine may do something else before its next pass
 
 
 def _learn(group: _Group, last: list[int], token_ids: Sequence[int]) -> list[int]:

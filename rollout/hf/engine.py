@@ -102,7 +102,7 @@ class HFEngine:
         self._batches: list[Batch] = []  # several if rows cannot be added to a batch
         self._kept = KeptPrefixes(kept_bytes)
         self._done: list[Completion] = []  # not returned yet
-        self._speculation = Speculation(speculate, self.banned_ids, head is not None) if speculate else None
+        self._speculation = Speculation(speculate, self.banned_ids, self.device) if speculate else None
         self.adapter = LowRankLayers(self.model, family, lora_rank) if lora_rank else None
 
     @cached_property

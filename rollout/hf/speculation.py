@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dataproto.transfer import move
 from dataproto.vlm import VLMFamily
-from rollout.drafts import Drafts
+from rollout.drafts import Drafts, clock_on
 from rollout.hf.batch import Batch
 from rollout.hf.requests import OpenRequest
 
@@ -19,9 +19,9 @@ from rollout.hf.requests import OpenRequest
 class Speculation(Drafts):
     """Drafts for the rows of an engine. Letters: W rows, K longest draft."""
 
-    def __init__(self, most: int, banned_ids: Sequence[int], by_head: bool) -> None:
+    def __init__(self, most: int, banned_ids: Sequence[int], device: torch.device) -> None:
         """``most`` tokens are drafted for a row at a time."""
-        super().__init__(banned_ids, by_head)
+        super().__init__(banned_ids, clock_on(device))
         self.most = most
 
     def open_row(self, row: OpenRequest) -> None:
@@ -37,12 +37,12 @@ class Speculation(Drafts):
         """
         found: list[list[int]] = [[] for _ in batch.rows]
         new: list[tuple[int, int]] = []  # row, tokens that it may take
-        for place in map(int, np.flatnonzero(batch.running)):
+        running = np.flatnonzero(batch.running).tolist()
+        for place in running if self.pay(len(running)) else []:
             row = batch.rows[place]
             left = min(self.most, row.sampling.max_tokens - len(row.token_ids))
-            draft = self.next_tokens(row.number, left)
-            found[place] = draft or []
-            if draft == []:
+            found[place] = self.next_tokens(row.number, left)
+            if not found[place]:
                 new.append((place, left))
         if new and predicted is not None:
             tokens = predicted(max(left for _, left in new)).tolist()

@@ -26,7 +26,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from dataproto.vlm import family_of
-from rollout.drafts import Drafts
+from rollout.drafts import Drafts, clock_on
 from rollout.engine import SamplingParams, TopLogProbs
 from rollout.sampling import likeliest, policy_log_probs, project, sample, uniforms
 from rollout.vllm.expert_slots import ExpertSlots
@@ -49,6 +49,7 @@ class Slot:
     sampling: SamplingParams
     stop_id: int | None
     drafted: int = 0  # tokens
+    filled: int = 0  # tokens that only make the draft for the next step longer
     steps: int = 0
     top: dict[int, list[TopLogProbs]] = field(default_factory=dict)  # by place, counted from 1
 
@@ -68,8 +69,10 @@ class PolicySampler(Sampler):
         self.undrawn_ids: tuple[int, ...] = ()  # never drawn, although the policy gives them probability
         self.runner = runner
         self.expert_slots: ExpertSlots | None = None
-        self.drafts = Drafts(self.banned_ids) if runner.speculative_config is not None else None
         self.device: torch.device = runner.device
+        drafting = runner.speculative_config is not None
+        self.drafts = Drafts(self.banned_ids, clock_on(self.device)) if drafting else None
+        self.by_head = False  # the model drafts where no n-gram is found
         # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._clear()
@@ -178,7 +181,7 @@ class PolicySampler(Sampler):
         ahead = np.arange(len(rows)) - np.repeat(np.cumsum(drafted + 1) - (drafted + 1), drafted + 1)
         for slot, count in zip(self._rows.tolist(), drafted.tolist(), strict=True):
             if slot in self.slots:
-                self.slots[slot].drafted += count
+                self.slots[slot].drafted += max(count - self.slots[slot].filled, 0)
         tokens = self._draw(logits, rows, (steps - drafted)[rows] + ahead, discarded[rows], *self._parts_of(rows))
         place = self._sent(np.stack([rows, ahead]))
         drawn = tokens.new_full((len(drafted), 1 + int(drafted.max(initial=0))), -1)
@@ -196,16 +199,28 @@ class PolicySampler(Sampler):
         drawn = [sample(part, SamplingParams(), each, self.banned_ids, self.undrawn_ids)[0] for part, each in parts]
         return torch.cat(drawn).int().unsqueeze(-1)
 
-    def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int] | None]:
-        """Drafts of at most ``most`` tokens for the rows of the step that has just ended, which ``sampled`` these tokens; see
-        `Drafts.next_tokens`.
+    def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int]] | None:
+        """Drafts of at most ``most`` tokens for the rows of the step that has just ended, which ``sampled`` these tokens, or
+        ``None`` if no row is to have one.
+
+        On CUDA tokens of no meaning make drafts equally long, because graphs are recorded for rows of equal length.
         """
-        found: list[list[int] | None] = [[] for _ in sampled]
-        for row, token_ids in enumerate(sampled):
-            slot = int(self._rows[row]) if row < len(self._rows) else -1
-            if self.drafts is not None and token_ids and slot in self.slots:
-                self.drafts.add(slot, token_ids)
-                found[row] = self.drafts.next_tokens(slot, most)
+        if self.drafts is None:
+            return None
+        slots = [int(slot) if ids else -1 for slot, ids in zip(self._rows, sampled, strict=False)]
+        rows = [row for row, slot in enumerate(slots) if slot in self.slots]
+        for row in rows:
+            self.drafts.add(slots[row], sampled[row])
+        if not self.drafts.pay(len(rows)):
+            return None
+        found: list[list[int]] = [[] for _ in sampled]
+        for row in rows:
+            found[row] = self.drafts.next_tokens(slots[row], most)
+        filled = self.side_stream is not None and any(found)
+        for row in rows:
+            missing = most - len(found[row]) if filled and (found[row] or not self.by_head) else 0
+            found[row] += [0] * missing
+            self.slots[slots[row]].filled = missing
         return found
 
     def _begin_step(self) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -336,10 +351,10 @@ class SiblingDrafter:
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, *_: Any, **__: Any
     ) -> list[list[int]]:
         """A draft for each row of the step that has just ended; ``num_tokens_no_spec`` tokens of a row are known."""
-        if self.sampler is None:
+        drafts = None if self.sampler is None else self.sampler.next_drafts(sampled_token_ids, self._most)
+        if drafts is None:
             return [[] for _ in sampled_token_ids]
-        drafts = self.sampler.next_drafts(sampled_token_ids, self._most)
         return [
-            (draft or [])[: max(self._max_tokens - int(known) - 1, 0)]
+            draft[: max(self._max_tokens - int(known) - 1, 0)]
             for draft, known in zip(drafts, num_tokens_no_spec, strict=False)
         ]

@@ -29,6 +29,7 @@ class _Decoding:
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.dynamic_sd_lookup = None  # the policy's sampler decides whether rows have drafts
         groups = options["kv_cache_config"].kv_cache_groups
         self._slots: HeldSlots | None = None
         self._plan: Any = None  # of the last step, if it can be used again

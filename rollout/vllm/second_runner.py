@@ -19,7 +19,6 @@ from torch import Tensor
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from rollout.drafts import Drafts
 from rollout.engine import SamplingParams
 from rollout.sampling import draw_tokens, policy_log_probs, uniforms
 from rollout.vllm.running_engine import slots_in_blocks
@@ -47,7 +46,7 @@ class SecondRunnerSampler(PolicySampler):
         """See `PolicySampler.take_drafts`."""
         runner, speculator = self.runner, self.runner.speculator
         if getattr(speculator, "model", None) is not None:
-            self._head, self.drafts = HeadDrafts(speculator, self.banned_ids), Drafts(self.banned_ids, by_head=True)
+            self._head, self.by_head = HeadDrafts(speculator, self.banned_ids), True
         runner.rejection_sampler, speculator.propose = self.check_drafts, self.propose
         runner.draft_tokens_handler.get_draft_tokens = lambda: DraftTokenIds(*self._next_drafts)
 
@@ -98,19 +97,21 @@ class SecondRunnerSampler(PolicySampler):
 
         Rows whose last tokens are new take what the head of the model drafts, if it has one.
         """
-        most, found = self.runner.num_speculative_steps, self.next_drafts([[]] * input_batch.num_reqs, 0)
+        most, found = self.runner.num_speculative_steps, [list[int]() for _ in range(input_batch.num_reqs)]
         known = not dummy_run and self._drawn is not None and not self._is_trial(input_batch)
+        drafting = True
         if known and self._drawn is not None:
             tokens, counts = (each.tolist() for each in self._drawn)
-            found = self.next_drafts([row[:count] for row, count in zip(tokens, counts, strict=True)], most)
-            if self._head is not None:
+            drafts = self.next_drafts([row[:count] for row, count in zip(tokens, counts, strict=True)], most)
+            found, drafting = drafts or found, drafts is not None
+            if self._head is not None and drafting:
                 self._head.draw_from(*self._coming_numbers(np.array(counts), most))
-        own = [draft or [] for draft in found]
+        own = found
         padded = self._sent(np.array([[*draft, *[0] * (most - len(draft))] for draft in own], dtype=np.int64))
-        if self._head is not None:
+        if self._head is not None and drafting:
             of_head = self._head.propose(input_batch, *context, dummy_run=dummy_run, **options)
             padded = padded.where(self._sent(np.array(list(map(bool, own))))[:, None], of_head)
-            own = [[0] * most if draft == [] else draft or [] for draft in found]  # the runner needs only their number
+            own = [draft or [0] * most for draft in found]  # the runner needs only their number
         self._next_drafts = input_batch.req_ids, [draft[: options.get("num_speculative_tokens", most)] for draft in own]
         return padded
 

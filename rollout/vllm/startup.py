@@ -115,11 +115,13 @@ def check_states(family: VLMFamily) -> None:
         )
 
 
-def speculative_options(tokens: int, second_runner: bool, head: bool) -> dict[str, Any]:
+def speculative_options(tokens: int, second_runner: bool, head: bool, max_num_seqs: int) -> dict[str, Any]:
     """The options by which vLLM reads ``tokens`` drafted tokens of each row in a step; ``head``: the model has one that drafts.
 
     The second runner takes none of our classes, so the drafter named there is vLLM's own, whose function `SecondRunnerSampler`
-    replaces. Drafts need the tokens of the step before, so that no step is scheduled ahead of them.
+    replaces. It records graphs for steps of as many drafts as its schedule by the number of rows names: for none too, because our
+    drafter, and not that schedule (see `rollout.vllm.scheduler`), decides whether a step has any. Drafts need the tokens of the
+    step before, so that no step is scheduled ahead of them.
     """
     if not tokens:
         return {}
@@ -127,6 +129,11 @@ def speculative_options(tokens: int, second_runner: bool, head: bool) -> dict[st
     if second_runner:
         by_ngrams = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 2}
         config = {"method": "mtp"} if head else by_ngrams
+        if max_num_seqs > 1:
+            config["num_speculative_tokens_per_batch_size"] = [
+                (1, max_num_seqs - 1, tokens),
+                (max_num_seqs, max_num_seqs, 0),
+            ]
     return {"speculative_config": config | {"num_speculative_tokens": tokens}, "async_scheduling": False}
 
 
@@ -326,5 +333,5 @@ def default_options(
         family.experts is None and options.get("quantization") is None
     ):  # else a pass tunes kernels that no model here uses
         defaults |= known_options(enable_flashinfer_autotune=False)
-    defaults |= chosen_options(family) | speculative_options(speculate, second_runner, head)
+    defaults |= chosen_options(family) | speculative_options(speculate, second_runner, head, options["max_num_seqs"])
     return defaults | recording_options() if routed_experts else defaults

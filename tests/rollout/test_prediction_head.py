@@ -37,7 +37,7 @@ def counted(model, weights, prompt, positions, answer):
     positions = torch.cat([positions, following], dim=1)  # (4, T)
     embeddings = language.embed_tokens(tokens)
     states = language(inputs_embeds=embeddings[None], position_ids=positions[:, None]).last_hidden_state[0]
-    ngrams = Drafts(by_head=True)
+    ngrams = Drafts()
     ngrams.open(0, "", torch.tensor(prompt))
     drafted = accepted = read = 0
     ngrams.add(0, answer[:1])
@@ -45,14 +45,14 @@ def counted(model, weights, prompt, positions, answer):
         most = min(MOST, len(answer) - read - 1)
         last = len(prompt) + read
         draft = ngrams.next_tokens(0, most)
-        if draft == []:
+        if not draft:
             ahead, before = embeddings[1 : last + 1], states[:last]
             for number in range(most):
                 outputs = head_outputs(model, weights, ahead, before, positions[1:, : last + number])
                 draft.append(int(likeliest(outputs[-1]).argmax()))
                 ahead = torch.cat([ahead, language.embed_tokens(torch.tensor(draft[-1:]))])
                 before = torch.cat([before, outputs[-1:]])
-        draft, rest = draft or [], answer[read + 1 :]
+        rest = answer[read + 1 :]
         equal = next((place for place, (a, b) in enumerate(zip(draft, rest)) if a != b), len(draft))
         drafted, accepted = drafted + len(draft), accepted + equal
         taken = answer[read + 1 : read + 2 + equal]

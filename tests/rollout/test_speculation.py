@@ -1,5 +1,6 @@
 """Exact-match speculation in the Hugging Face engine: the tokens without it, in fewer forward passes."""
 
+import itertools
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,8 +17,7 @@ from helpers.examples import at_most
 from helpers.prediction_heads import add_head
 from helpers.tiny_models import MODEL_TYPES, tiny_model
 from helpers.turns import finish, next_turn
-from rollout import drafts
-from rollout.drafts import PATIENCE, PAUSE, Drafts
+from rollout.drafts import LASTS, TRIAL, Drafts
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
 from rollout.responses import build_requests
@@ -99,49 +99,74 @@ def test_tokens_are_those_without_drafts(engines, temperature, top_k, max_tokens
     assert not drafting._speculation._groups
 
 
-def drafted_in(passes, kept):
-    """The numbers of the passes in which a head drafts for a sample. In those of ``kept`` the engine draws a drafted token."""
-    sample, found = Drafts(by_head=True), []
-    sample.open(0, "", torch.tensor([1, 2]))
-    for number in range(passes):
-        sample.add(0, [10 + number, 50 + number][: 1 + (number - 1 in kept)])
-        if sample.next_tokens(0, 1) == []:
-            found.append(number)
-    return found
+class Device:
+    """A pass without drafts lasts a second and gives each row one token."""
+
+    def __init__(self, lasts, kept):
+        self.lasts, self.kept = lasts, kept  # seconds of a pass with drafts, and tokens that a row keeps of them
+        self.now, self.drafts = 0.0, Drafts(clock=lambda: self.now)
+
+    def passes(self, count, rows=1):
+        """Which of the next passes have drafts."""
+        found = []
+        for number in range(rows):
+            self.drafts.open(number, "", torch.tensor([1]))
+        for _ in range(count):
+            found.append(self.drafts.pay(rows))
+            self.now += self.lasts if found[-1] else 1.0
+            for number in range(rows):
+                self.drafts.add(number, [5] * (1 + self.kept * found[-1]))
+        for number in range(rows):
+            self.drafts.close(number)
+        return found
 
 
-def test_a_sample_whose_drafts_are_refused_pauses(monkeypatch):
-    """A draft that is kept ends the count. A pause ends with one draft."""
-    monkeypatch.setattr(drafts, "PATIENCE", 3)
-    monkeypatch.setattr(drafts, "PAUSE", 4)
-    assert drafted_in(14, kept=()) == [0, 1, 2, 7, 12]
-    assert drafted_in(14, kept=(1,)) == [0, 1, 2, 3, 4, 9]
-    assert drafted_in(14, kept=(7,)) == [0, 1, 2, 7, 8, 9, 10]
-    assert 1 < PATIENCE < PAUSE
+def test_an_engine_goes_on_in_the_way_that_gives_more_tokens_a_second():
+    """Both are tried at first. The slower one is tried again after 64 passes, 256 and each 1024."""
+    assert (TRIAL, *LASTS) == (3, 64, 1024)
+    runs = [3, 3, 64, 3, 256, 3, 1024, 3, 1024, 3]
+    slower = [way for at, length in enumerate(runs) for way in [at == 0 or (at > 1 and at % 2 == 1)] * length]
+    assert Device(lasts=2.0, kept=0).passes(len(slower)) == slower
+    faster = [way for at, length in enumerate(runs) for way in [at % 2 == 0] * length]
+    assert Device(lasts=2.0, kept=2).passes(len(faster)) == faster
 
 
-def test_a_sample_for_which_nothing_is_found_does_not_pause(monkeypatch):
-    monkeypatch.setattr(drafts, "PATIENCE", 1)
-    sample = Drafts()
-    sample.open(0, "", torch.tensor([1, 2]))
-    for token in range(3, 9):
-        sample.add(0, [token])
-        assert sample.next_tokens(0, 2) == []
-    sample.add(0, [1, 2])
-    assert sample.next_tokens(0, 2) == [3, 4]
-    sample.add(0, [5])
-    assert sample.next_tokens(0, 2) is None
+def test_a_way_that_has_become_faster_is_taken():
+    device = Device(lasts=2.0, kept=0)
+    assert device.passes(3 + 3 + 64)[-64:] == [False] * 64
+    device.kept = 3
+    assert device.passes(200)[-100:] == [True] * 100
+    device.kept = 0
+    assert device.passes(400)[-60:] == [False] * 60
 
 
-def test_tokens_are_those_without_drafts_next_to_pauses(one_family, monkeypatch):
-    monkeypatch.setattr(drafts, "PATIENCE", 1)
-    monkeypatch.setattr(drafts, "PAUSE", 2)
+def test_few_rows_may_have_drafts_where_many_have_none():
+    device = Device(lasts=1.5, kept=0)
+    assert not any(device.passes(60, rows=8)[6:])
+    device.kept = 1
+    assert all(device.passes(60, rows=2)[6:])
+    device.kept = 0
+    assert not any(device.passes(9, rows=8))
+
+
+def test_without_a_clock_each_pass_has_drafts():
+    assert all(Drafts().pay(4) for _ in range(100))
+
+
+def alternating(monkeypatch):
+    """Every other pass has drafts."""
+    turns = itertools.count()
+    monkeypatch.setattr(Drafts, "pay", lambda self, rows: next(turns) % 2 == 0)
+
+
+def test_tokens_are_those_without_drafts_next_to_passes_without(one_family, monkeypatch):
     plain, drafting = one_family
     sampling = SamplingParams(4, 0.6, max_tokens=24, seed=5, ignore_eos=True)
-    found, asked = answers(drafting, sampling), sum(each.drafted_tokens for each in answers(drafting, sampling))
+    always = sum(each.drafted_tokens for each in answers(drafting, sampling))
+    alternating(monkeypatch)
+    found = answers(drafting, sampling)
     assert_same(found, answers(plain, sampling))
-    monkeypatch.setattr(drafts, "PATIENCE", 1000)
-    assert 0 < asked < sum(each.drafted_tokens for each in answers(drafting, sampling))
+    assert 0 < sum(each.drafted_tokens for each in found) < always
 
 
 @pytest.mark.slow

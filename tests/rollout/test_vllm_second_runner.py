@@ -186,6 +186,29 @@ def test_drafts_are_those_of_the_group_and_filled_up(runner: SimpleNamespace) ->
     assert runner.speculator.propose(input_batch=batch, dummy_run=True).tolist() == [[0, 0, 0]] * 2
 
 
+def test_on_cuda_drafts_are_equally_long_or_none(runner: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that fill them up are not counted as drafted."""
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    runner.speculative_config = object()
+    sampler = SecondRunnerSampler(runner)
+    prompt = torch.tensor([1, 2, 3, 1])
+    slots = [begin(sampler, place, seed=place, sampling=SamplingParams(max_tokens=9)) for place in (0, 1, 3)]
+    for slot in slots:
+        sampler.open_drafts(slot, "group", prompt)
+    sampler._set_slots(np.array(slots))
+    sampler.side_stream = SimpleNamespace()
+
+    assert sampler.next_drafts([[5], [6], []], most=5) == [[], [], []]
+    assert sampler.next_drafts([[1, 2], [7], []], most=5) == [[3, 1, 6, 7, 0], [0] * 5, []]
+    assert [sampler.slots[slot].filled for slot in slots] == [1, 5, 0]
+    sampler.by_head = True
+    assert sampler.next_drafts([[3, 1, 6], [7], []], most=5) == [[7, 7, 0, 0, 0], [], []]
+    assert [sampler.slots[slot].filled for slot in slots] == [3, 0, 0]
+    monkeypatch.setattr("rollout.drafts.Drafts.pay", lambda self, rows: rows != 2)
+    assert sampler.next_drafts([[1, 2], [7], []], most=5) is None
+
+
 @pytest.mark.parametrize(
     ("version", "model_type", "device", "routed", "speculate", "asked", "taken"),
     [

@@ -1,5 +1,6 @@
 """Exact-match speculation in vLLM: the tokens of the Hugging Face engine without drafts, in fewer steps."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import GREEDY, RESTRICTED, SAMPLED, generate, start
+from rollout.drafts import Drafts
 from rollout.engine import SamplingParams, create_engine
 from rollout.responses import build_requests
 
@@ -48,14 +50,13 @@ def test_tokens_are_those_of_the_other_engine_without_drafts(setup, sampling):
     assert not setup.vllm.sampler.drafts._groups
 
 
-def test_rows_that_pause_have_the_same_tokens(setup, monkeypatch):
-    monkeypatch.setattr("rollout.drafts.PATIENCE", 1)
-    monkeypatch.setattr("rollout.drafts.PAUSE", 2)
-    sampling = replace(COPIED, temperature=0.3)
+def test_steps_without_drafts_between_others_have_the_same_tokens(setup, monkeypatch):
+    sampling, steps = replace(COPIED, temperature=0.3), itertools.count()
+    always = generate(setup, setup.vllm, sampling)["drafted_tokens"].sum()
+    monkeypatch.setattr(Drafts, "pay", lambda self, rows: next(steps) % 3 == 0)
     ours = generate(setup, setup.vllm, sampling)
     assert_same(ours, generate(setup, setup.hf, sampling))
-    monkeypatch.setattr("rollout.drafts.PATIENCE", 1000)
-    assert 0 < ours["drafted_tokens"].sum() < generate(setup, setup.vllm, sampling)["drafted_tokens"].sum()
+    assert 0 < ours["drafted_tokens"].sum() < always
 
 
 def test_a_stop_text_among_drafted_tokens_ends_a_response_with_it(setup):
