@@ -68,7 +68,7 @@ class RecordedTokens(Drafts):
     def begin(self, rate: float) -> None:
         """Drafts are kept at this rate from now on; whether they pay is found out anew."""
         self.rate = rate
-        self._ways.clear()
+        self._compared.clear()
 
     def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int]] | None:
         """In place of `PolicySampler.next_drafts`, whose work it does next to that of a head."""

@@ -9,7 +9,6 @@ drafts or without, whichever has given more tokens a second. All rows of a pass 
 for a row without a draft when others have one. On a CPU each pass has drafts, so that a seed gives the same run to the last bit.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
@@ -21,9 +20,9 @@ from torch import Tensor
 NGRAM_SIZES = (4, 2)
 """How many last tokens are looked up, largest first."""
 TRIAL = 3
-"""The number of passes for which the slower way is tried again."""
+"""The number of passes with drafts, and then without, by which the two are compared."""
 LASTS = 64, 1024
-"""The number of passes between two trials: at first, and at most."""
+"""The number of passes between two comparisons: at first, and at most."""
 
 
 def clock_on(device: torch.device) -> Callable[[], float] | None:
@@ -32,37 +31,29 @@ def clock_on(device: torch.device) -> Callable[[], float] | None:
 
 
 @dataclass(eq=False)
-class _Ways:
-    """Of about equally many rows, the way in which they are decoded now, and the tokens a second of each row in both."""
+class _Comparison:
+    """Of passes with drafts and without, over about equally many rows."""
 
-    drafting: bool = True
-    trying: bool = False
-    lasts: int = LASTS[0] // 4  # passes until the next trial
-    passes: int = 0  # since the way was chosen
-    last: deque[tuple[float, float]] = field(
-        default_factory=lambda: deque(maxlen=LASTS[0])
-    )  # tokens a row, and seconds
-    speeds: dict[bool, float] = field(default_factory=dict)
+    passes: list[tuple[float, float]] = field(default_factory=list)  # tokens a row, and seconds
+    since: int = 0  # passes since they were compared
+    lasts: int = LASTS[0]
+
+    def drafts(self) -> bool:
+        """Whether the next pass has drafts."""
+        if len(self.passes) < 2 * TRIAL:
+            return len(self.passes) < TRIAL
+        parts = (zip(*part, strict=True) for part in (self.passes[:TRIAL], self.passes[TRIAL:]))
+        with_drafts, without = (mean(tokens) / median(seconds) for tokens, seconds in parts)
+        return with_drafts > without
 
     def note(self, tokens: float, seconds: float) -> None:
-        """A pass of the current way gave so many tokens a row. A trial is compared with what was before it; if it was no faster,
-        four times as many passes lie before the next one.
-        """
-        self.last.append((tokens, seconds))
-        self.passes += 1
-        if self.passes < (self.lasts if self.speeds and not self.trying else TRIAL):
-            return
-        given, taken = zip(*self.last, strict=True)
-        self.speeds[self.drafting] = mean(given) / median(taken)
-        self.last.clear()
-        self.passes = 0
-        if self.trying:
-            faster = self.speeds[self.drafting] > self.speeds[not self.drafting]
-            self.lasts = LASTS[0] if faster else min(4 * self.lasts, LASTS[1])
-            self.drafting = self.drafting == faster
+        """A pass has given so many tokens a row."""
+        if len(self.passes) < 2 * TRIAL:
+            self.passes.append((tokens, seconds))
+        elif self.since + 1 < self.lasts:
+            self.since += 1
         else:
-            self.drafting = not self.drafting
-        self.trying = not self.trying
+            self.passes, self.since, self.lasts = [], 0, min(4 * self.lasts, LASTS[1])
 
 
 @dataclass(eq=False)
@@ -99,7 +90,7 @@ class Drafts:
         self._banned, self._clock = frozenset(banned_ids), clock
         self._groups: dict[Hashable, _Group] = {}
         self._samples: dict[int, _Sample] = {}
-        self._ways: dict[int, _Ways] = {}  # by the number of binary digits of the number of rows
+        self._compared: dict[int, _Comparison] = {}  # by the number of binary digits of the number of rows
         self._added, self._began = 0, (0, 0.0)  # tokens of this pass; digits and time at its beginning
 
     def open(self, number: int, key: Hashable, prompt: Tensor) -> None:
@@ -123,12 +114,12 @@ class Drafts:
         if self._clock is None:
             return True
         now, digits = self._clock(), rows.bit_length()
-        ways = self._ways.setdefault(digits, _Ways())
+        compared = self._compared.setdefault(digits, _Comparison())
         before, began = self._began
         if rows and before == digits:
-            ways.note(self._added / rows, now - began)
+            compared.note(self._added / rows, now - began)
         self._added, self._began = 0, (digits, now)
-        return ways.drafting
+        return compared.drafts()
 
     def next_tokens(self, number: int, most: int) -> list[int]:
         """At most ``most`` tokens that followed the sample's last ones before; none if these are new to its group."""
