@@ -33,7 +33,7 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.random_checkpoint import make  # noqa: E402
 from benchmarks.rollout import prompts_of, synchronize  # noqa: E402
-from rollout.drafts import Drafts, clock_on  # noqa: E402
+from rollout.drafts import Drafts  # noqa: E402
 from rollout.engine import SamplingParams, create_engine  # noqa: E402
 from rollout.responses import build_requests  # noqa: E402
 from rollout.sampling import draw_tokens  # noqa: E402
@@ -46,7 +46,7 @@ class RecordedTokens(Drafts):
 
     def __init__(self, sampler: Any, recorded: dict[int, list[int]], head: Callable[[int, int], Tensor] | None) -> None:
         """``recorded`` tokens by the seeds of their requests; ``head`` does the work of a number of rows and of drafts."""
-        super().__init__(sampler.banned_ids, clock_on(sampler.device))
+        super().__init__(sampler.banned_ids, sampler.device)
         self.sampler, self.head, self.rate = sampler, head, 1.0
         self.known: dict[int, int] = {}  # tokens of the request in a slot
         self.place = {seed: place for place, seed in enumerate(recorded)}

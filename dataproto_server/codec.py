@@ -216,17 +216,15 @@ def _read_chunk(message: Any) -> Chunk:
 def write_pass_result(result: PassResult) -> bytes:
     """The protobuf bytes of a result. Neighbouring data whose outputs have the same names and width share a record."""
     message = ForwardBackwardOutput(loss_fn_output_type=OUTPUT_TYPE, metrics=dict(result.metrics))
-    for _, group in groupby(result.outputs, _layout):
+    for _, group in groupby(
+        result.outputs, lambda output: {name: (a.shape[1:], a.dtype) for name, a in output.items()}
+    ):
         outputs = list(group)
         record = message.loss_fn_outputs.add(type_tag=OUTPUT_TYPE, num_datums=len(outputs))
         for name in outputs[0]:
             _write_batched([output[name] for output in outputs], record.fields[name])
     data: bytes = message.SerializeToString()
     return data
-
-
-def _layout(output: Mapping[str, Array]) -> dict[str, Any]:
-    return {name: (array.shape[1:], array.dtype) for name, array in output.items()}
 
 
 def _write_batched(arrays: Sequence[Array], message: Any) -> None:

@@ -9,7 +9,7 @@ drafts or without, whichever has given more tokens a second. All rows of a pass 
 for a row without a draft when others have one. On a CPU each pass has drafts, so that a seed gives the same run to the last bit.
 """
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
 from time import perf_counter
@@ -21,13 +21,8 @@ NGRAM_SIZES = (4, 2)
 """How many last tokens are looked up, largest first."""
 TRIAL = 3
 """The number of passes with drafts, and then without, by which the two are compared."""
-LASTS = 64, 1024
-"""The number of passes between two comparisons: at first, and at most."""
-
-
-def clock_on(device: torch.device) -> Callable[[], float] | None:
-    """The clock of an engine's `Drafts` on this device."""
-    return perf_counter if device.type == "cuda" else None
+AGAIN = 64, 256, 1024
+"""After so many passes the two are compared again, and after each further 1,024."""
 
 
 @dataclass(eq=False)
@@ -35,8 +30,7 @@ class _Comparison:
     """Of passes with drafts and without, over about equally many rows."""
 
     passes: list[tuple[float, float]] = field(default_factory=list)  # tokens a row, and seconds
-    since: int = 0  # passes since they were compared
-    lasts: int = LASTS[0]
+    number: int = 0  # of all passes
 
     def drafts(self) -> bool:
         """Whether the next pass has drafts."""
@@ -48,12 +42,11 @@ class _Comparison:
 
     def note(self, tokens: float, seconds: float) -> None:
         """A pass has given so many tokens a row."""
-        if len(self.passes) < 2 * TRIAL:
+        self.number += 1
+        if self.number in AGAIN or not self.number % AGAIN[-1]:
+            self.passes.clear()
+        elif len(self.passes) < 2 * TRIAL:
             self.passes.append((tokens, seconds))
-        elif self.since + 1 < self.lasts:
-            self.since += 1
-        else:
-            self.passes, self.since, self.lasts = [], 0, min(4 * self.lasts, LASTS[1])
 
 
 @dataclass(eq=False)
@@ -85,9 +78,9 @@ class Drafts:
     [3, 4]
     """
 
-    def __init__(self, banned_ids: Collection[int] = (), clock: Callable[[], float] | None = None) -> None:
-        """A draft ends before the first of ``banned_ids``. Without a ``clock`` of seconds each pass has drafts."""
-        self._banned, self._clock = frozenset(banned_ids), clock
+    def __init__(self, banned_ids: Collection[int] = (), device: torch.device | None = None) -> None:
+        """A draft ends before the first of ``banned_ids``. On a ``device`` without CUDA each pass has drafts."""
+        self._banned, self._on_cuda = frozenset(banned_ids), device is not None and device.type == "cuda"
         self._groups: dict[Hashable, _Group] = {}
         self._samples: dict[int, _Sample] = {}
         self._compared: dict[int, _Comparison] = {}  # by the number of binary digits of the number of rows
@@ -111,9 +104,9 @@ class Drafts:
 
     def pay(self, rows: int) -> bool:
         """Whether the next pass, over so many rows, has drafts. To be asked once before each pass."""
-        if self._clock is None:
+        if not self._on_cuda:
             return True
-        now, digits = self._clock(), rows.bit_length()
+        now, digits = perf_counter(), rows.bit_length()
         compared = self._compared.setdefault(digits, _Comparison())
         before, began = self._began
         if rows and before == digits:

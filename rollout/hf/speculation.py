@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dataproto.transfer import move
 from dataproto.vlm import VLMFamily
-from rollout.drafts import Drafts, clock_on
+from rollout.drafts import Drafts
 from rollout.hf.batch import Batch
 from rollout.hf.requests import OpenRequest
 
@@ -21,7 +21,7 @@ class Speculation(Drafts):
 
     def __init__(self, most: int, banned_ids: Sequence[int], device: torch.device) -> None:
         """``most`` tokens are drafted for a row at a time."""
-        super().__init__(banned_ids, clock_on(device))
+        super().__init__(banned_ids, device)
         self.most = most
 
     def open_row(self, row: OpenRequest) -> None:

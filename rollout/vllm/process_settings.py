@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from dataproto.errors import ending
-from dataproto.vlm.family import VLMFamily
 
 DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -139,30 +138,19 @@ def count_whole_images() -> None:
 
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-"""With "1" it asks for vLLM's second model runner, with "0" for its first."""
-ASKED_VERSION = 0, 24
-"""The version that runs on its second runner where `RUNNER_VARIABLE` asks for it."""
+"""With "0" it asks for vLLM's first model runner."""
 SECOND_RUNNER_SINCE = 0, 32
 """From this version on an engine runs on the second runner, as vLLM itself does from 0.29 on."""
 
 
-def takes_second_runner(
-    version: str, family: VLMFamily, config: Any, device: torch.device, routed_experts: bool, speculate: int
-) -> bool:
+def takes_second_runner(version: str) -> bool:
     """Whether an engine of this ``version`` of vLLM runs on the second model runner (`rollout.vllm.second_runner`).
 
-    From `SECOND_RUNNER_SINCE` on it does, where vLLM has Triton: on CUDA, or on a CPU with a backend of Triton for it. Before, in
-    `ASKED_VERSION` on CUDA, models with recurrent layers, models with images whose tokens see each other, engines that record
-    experts and engines that draft tokens run on the first one whatever is asked for.
+    From `SECOND_RUNNER_SINCE` on it does, where vLLM has Triton: on CUDA, or on a CPU with a backend of Triton for it.
     """
     number = re.match(r"(\d+)\.(\d+)", version)
-    release = (0, 0) if number is None else (int(number[1]), int(number[2]))
-    asked = os.environ.get(RUNNER_VARIABLE)
-    if release >= SECOND_RUNNER_SINCE:
-        return asked != "0" and has_triton()
-    plain = family.recurrent_mixers is None and family.mutual_images(config) is None
-    bare = plain and not routed_experts and not speculate
-    return asked == "1" and device.type == "cuda" and release == ASKED_VERSION and bare
+    late = number is not None and (int(number[1]), int(number[2])) >= SECOND_RUNNER_SINCE
+    return late and os.environ.get(RUNNER_VARIABLE) != "0" and has_triton()
 
 
 def has_triton() -> bool:

@@ -26,7 +26,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from dataproto.vlm import family_of
-from rollout.drafts import Drafts, clock_on
+from rollout.drafts import Drafts
 from rollout.engine import SamplingParams, TopLogProbs
 from rollout.sampling import likeliest, policy_log_probs, project, sample, uniforms
 from rollout.vllm.expert_slots import ExpertSlots
@@ -70,8 +70,7 @@ class PolicySampler(Sampler):
         self.runner = runner
         self.expert_slots: ExpertSlots | None = None
         self.device: torch.device = runner.device
-        drafting = runner.speculative_config is not None
-        self.drafts = Drafts(self.banned_ids, clock_on(self.device)) if drafting else None
+        self.drafts = Drafts(self.banned_ids, self.device) if runner.speculative_config is not None else None
         self.by_head = False  # the model drafts where no n-gram is found
         # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

@@ -249,9 +249,7 @@ def start_llm(
     llm_class = import_vllm().LLM
     search_plain_objects()
     try:
-        family, config = family_and_config(model_path)
-        version = import_vllm().__version__
-        second = takes_second_runner(version, family, config, device, routed_experts, speculate)
+        second = takes_second_runner(import_vllm().__version__)
         defaults = default_options(model_path, device, options, routed_experts, awaits_weights, speculate, second)
         with process_settings_kept(), runner_chosen(second), one_compile_thread():
             llm = llm_class(model_path, **with_graph_sizes(defaults | options, speculate))

@@ -17,7 +17,7 @@ from helpers.examples import at_most
 from helpers.prediction_heads import add_head
 from helpers.tiny_models import MODEL_TYPES, tiny_model
 from helpers.turns import finish, next_turn
-from rollout.drafts import LASTS, TRIAL, Drafts
+from rollout.drafts import AGAIN, TRIAL, Drafts
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
 from rollout.responses import build_requests
@@ -102,9 +102,10 @@ def test_tokens_are_those_without_drafts(engines, temperature, top_k, max_tokens
 class Device:
     """A pass without drafts lasts a second and gives each row one token."""
 
-    def __init__(self, lasts, kept):
+    def __init__(self, lasts, kept, monkeypatch):
         self.lasts, self.kept = lasts, kept  # seconds of a pass with drafts, and tokens that a row keeps of them
-        self.now, self.drafts = 0.0, Drafts(clock=lambda: self.now)
+        self.now, self.drafts = 0.0, Drafts(device=torch.device("cuda"))
+        monkeypatch.setattr("rollout.drafts.perf_counter", lambda: self.now)
 
     def passes(self, count, rows=1):
         """Which of the next passes have drafts."""
@@ -122,33 +123,34 @@ class Device:
 
 
 @pytest.mark.parametrize(("kept", "faster"), [(0, False), (1, False), (2, True)])
-def test_an_engine_goes_on_in_the_way_that_gives_more_tokens_a_second(kept, faster):
-    """Three passes with drafts and three without are compared, again after 64 passes, after 256 and after each 1024."""
-    assert (TRIAL, *LASTS) == (3, 64, 1024)
-    expected = []
-    for lasts in (64, 256, 1024, 1024):
-        expected += [True] * 3 + [False] * 3 + [faster] * lasts
-    assert Device(lasts=2.0, kept=kept).passes(len(expected)) == expected
+def test_an_engine_goes_on_in_the_way_that_gives_more_tokens_a_second(kept, faster, monkeypatch):
+    """Three passes with drafts and three without are compared at first, after 64 passes, 256 and each 1024."""
+    assert (TRIAL, *AGAIN) == (3, 64, 256, 1024)
+    expected = [faster] * 3100
+    for first in (0, 64, 256, 1024, 2048, 3072):
+        expected[first : first + 6] = [True] * 3 + [False] * 3
+    found = Device(2.0, kept, monkeypatch).passes(3100)
+    assert [at for at in range(3100) if found[at] != expected[at]] == []
 
 
-def test_a_way_that_has_become_faster_is_taken():
-    device = Device(lasts=2.0, kept=0)
-    assert device.passes(6 + 64)[6:] == [False] * 64
+def test_a_way_that_has_become_faster_is_taken(monkeypatch):
+    device = Device(2.0, 0, monkeypatch)
+    assert device.passes(64)[6:] == [False] * 58
     device.kept = 3
     assert device.passes(100)[7:] == [True] * 93
 
 
-def test_few_rows_may_have_drafts_where_many_have_none():
-    device = Device(lasts=1.5, kept=0)
+def test_few_rows_may_have_drafts_where_many_have_none(monkeypatch):
+    device = Device(1.5, 0, monkeypatch)
     assert not any(device.passes(60, rows=8)[6:])
     device.kept = 1
     assert all(device.passes(60, rows=2)[6:])
     device.kept = 0
-    assert not any(device.passes(9, rows=8))
+    assert not any(device.passes(3, rows=8))
 
 
-def test_without_a_clock_each_pass_has_drafts():
-    assert all(Drafts().pay(4) for _ in range(100))
+def test_on_a_cpu_each_pass_has_drafts():
+    assert all(Drafts(device=CPU).pay(4) for _ in range(100))
 
 
 def alternating(monkeypatch):
