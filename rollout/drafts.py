@@ -6,7 +6,8 @@ the prompt.
 
 Drafts cost work, and what they give depends on the samples, on their number and on the device. So an engine on CUDA decodes with
 drafts or without, whichever has given more tokens a second. All rows of a pass have drafts or none, because a pass lasts as long
-for a row without a draft when others have one. On a CPU each pass has drafts, so that a seed gives the same run to the last bit.
+for a row without a draft when others have one. Each pass has drafts on a CPU, so that a seed gives the same run to the last bit,
+and where several ranks run one vLLM, whose clocks differ.
 """
 
 from collections.abc import Collection, Hashable, Sequence

@@ -70,7 +70,10 @@ class PolicySampler(Sampler):
         self.runner = runner
         self.expert_slots: ExpertSlots | None = None
         self.device: torch.device = runner.device
-        self.drafts = Drafts(self.banned_ids, self.device) if runner.speculative_config is not None else None
+        self.drafts: Drafts | None = None
+        if runner.speculative_config is not None:
+            alone = runner.vllm_config.parallel_config.world_size == 1  # ranks that run one vLLM take the same steps
+            self.drafts = Drafts(self.banned_ids, self.device if alone else None)
         self.by_head = False  # the model drafts where no n-gram is found
         # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

@@ -30,6 +30,7 @@ def runner() -> SimpleNamespace:
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_config=config),
         speculative_config=None,
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)),
         device=torch.device("cpu"),
         max_num_reqs=4,
         req_states=SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([5, 3, 4, 2]))),
@@ -205,6 +206,22 @@ def test_on_cuda_drafts_are_equally_long_or_none(runner: SimpleNamespace, monkey
     assert [sampler.slots[slot].filled for slot in slots] == [3, 0, 0]
     monkeypatch.setattr("rollout.drafts.Drafts.pay", lambda self, rows: rows != 2)
     assert sampler.next_drafts([[1, 2], [7], []], most=5) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_run_one_vllm_do_not_look_at_their_clocks(
+    runner: SimpleNamespace, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have to take the same steps."""
+    from rollout.vllm.sampler import PolicySampler
+
+    runner.speculative_config, runner.device = object(), torch.device("cuda")
+    runner.vllm_config.parallel_config.world_size = ranks
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(PolicySampler, "_clear", lambda self: None)
+    drafts = PolicySampler(runner).drafts
+    assert drafts is not None
+    assert all(drafts.pay(4) for _ in range(9)) is (ranks == 2)
 
 
 @pytest.mark.parametrize(
