@@ -102,8 +102,7 @@ class SparseRows:
     @property
     def listed(self) -> Array:
         """Which places of `padded` have a value, ``(N, most)``."""
-        listed: Array = np.arange(self.most) < np.diff(self.crow_indices)[:, None]
-        return listed
+        return np.arange(self.most) < np.diff(self.crow_indices)[:, None]
 
     def padded(self, filler: int) -> Array:
         """``(N, most)`` with the values of each row first, and then filler.

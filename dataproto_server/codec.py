@@ -27,8 +27,7 @@ from dataproto_server.refusals import InvalidRequest, Refused
 def file_descriptor() -> descriptor_pb2.FileDescriptorProto:
     """The messages as protobuf describes a file of them."""
     text = Path(__file__).with_name("tinker_public.textproto").read_text(encoding="utf-8")
-    file: descriptor_pb2.FileDescriptorProto = text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
-    return file
+    return text_format.Parse(text, descriptor_pb2.FileDescriptorProto())
 
 
 _pool = descriptor_pool.DescriptorPool()
@@ -223,8 +222,7 @@ def write_pass_result(result: PassResult) -> bytes:
         record = message.loss_fn_outputs.add(type_tag=OUTPUT_TYPE, num_datums=len(outputs))
         for name in outputs[0]:
             _write_batched([output[name] for output in outputs], record.fields[name])
-    data: bytes = message.SerializeToString()
-    return data
+    return message.SerializeToString()
 
 
 def _write_batched(arrays: Sequence[Array], message: Any) -> None:
@@ -322,8 +320,7 @@ def write_sample_result(result: SampleResult) -> bytes:
         _write_topk(result.topk_prompt_logprobs, message.topk_prompt_logprobs)
     if result.target_prompt_logprobs is not None:
         message.target_prompt_logprobs.CopyFrom(write_tensor(result.target_prompt_logprobs))
-    data: bytes = message.SerializeToString()
-    return data
+    return message.SerializeToString()
 
 
 def _write_topk(topk: tuple[Array, Array], message: Any) -> None:

@@ -281,8 +281,7 @@ def create_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
         MissingPackage: its extra is not installed.
     """
     check_engine_installed(name)  # before its module is imported, which needs the package too
-    engine: RolloutEngine = _engine_class(name)(model_path, **options)
-    return engine
+    return _engine_class(name)(model_path, **options)
 
 
 def check_engine_options(name: str, options: Mapping[str, Any]) -> None:

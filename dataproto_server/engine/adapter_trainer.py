@@ -66,8 +66,7 @@ def adapted_log_probs(
     bounds = [*torch.searchsorted(places, starts).tolist(), len(places)]
     places, targets = move(places, states.device), move(targets, states.device)
     settings = _Settings(scaling, size, bounds)
-    found: Tensor = _AdaptedLogProbs.apply(states, weight, places, targets, settings, *(pair or ()))
-    return found
+    return _AdaptedLogProbs.apply(states, weight, places, targets, settings, *(pair or ()))
 
 
 def _once_each(
@@ -373,8 +372,7 @@ class AdapterTrainer:
         where = None if features is None else spans
         embeddings, extras = self.packed.merge(packed.input_ids, features, where)
         with self.router.routed(part.runs):
-            states: Tensor = self.packed.decode(embeddings, extras, packed)[0]
-        return states
+            return self.packed.decode(embeddings, extras, packed)[0]
 
     def log_probs(self, rows: Sequence[ScoredRow]) -> list[Tensor]:
         """Log-probs of each row's targets, ``(M,)`` float32 each, by one pass over the base.

@@ -74,8 +74,7 @@ class Layout:
 def _keys(given: SparseRows) -> Array:
     """The places of the values, counted with one column more."""
     rows = np.repeat(np.arange(given.shape[0]), np.diff(given.crow_indices))
-    keys: Array = rows * (given.shape[1] + 1) + given.col_indices
-    return keys
+    return rows * (given.shape[1] + 1) + given.col_indices
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,7 @@ def body_of(request_id: str) -> Callable[[sqlite3.Connection], bytes]:
     """The body of a request that is not covered by a snapshot."""
 
     def run(db: sqlite3.Connection) -> bytes:
-        body: bytes = db.execute("SELECT body FROM bodies WHERE request = ?", [request_id]).fetchone()["body"]
-        return body
+        return db.execute("SELECT body FROM bodies WHERE request = ?", [request_id]).fetchone()["body"]
 
     return run
 

@@ -45,8 +45,7 @@ class Call:
         return len(self.body) > LARGE_BODY
 
     def path(self, name: str) -> str:
-        value: str = self.request.path_params[name]
-        return value
+        return self.request.path_params[name]
 
     def number(self, name: str, default: int, most: int = 1_000_000_000) -> int:
         """A whole number of the query."""

@@ -112,8 +112,7 @@ def places(name: str) -> tuple[str, str]:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+    return getattr(importlib.import_module(module), name)
 
 
 def usage() -> str:

@@ -234,8 +234,7 @@ def _label(value: Any, names: Sequence[str]) -> str | None:
 def _column(table: Any, name: str) -> Sequence[Any]:
     """The values of a column; of rows of JSON `None` where one lacks it, and the error where one cannot be read."""
     if hasattr(table, "select_columns"):
-        found: Sequence[Any] = table.select_columns([name])[name]
-        return found
+        return table.select_columns([name])[name]
     values: list[Any] = []
     for place in range(len(table)):
         try:

@@ -316,8 +316,7 @@ class _Prepared(Dataset[bytes]):
         """The row of a draw, or why it cannot be read."""
         _, place, raw = draw
         try:
-            row: Mapping[str, Any] = self.rows[place] if raw is None else self.rows.read_row(raw, place)
-            return row
+            return self.rows[place] if raw is None else self.rows.read_row(raw, place)
         except DataProtoError as error:
             return error
 

@@ -68,8 +68,7 @@ class Problem:
     @property
     def image(self) -> Image.Image:
         """Its picture."""
-        picture: Image.Image = self.media["images"][0]
-        return picture
+        return self.media["images"][0]
 
 
 def make_problem(index: int, seed: int = 0, split: Split = "train") -> Problem:

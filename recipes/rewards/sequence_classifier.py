@@ -127,8 +127,7 @@ class SequenceClassifier:
                 tokenizer.pad_token = tokenizer.eos_token
             model.config.pad_token_id = tokenizer.pad_token_id  # by which decoders find the last token
             self._loaded = tokenizer, model.to(device).eval()
-        loaded: tuple[Any, Any] = self._loaded
-        return loaded
+        return self._loaded
 
     def _encode(self, tokenizer: Any, row: RewardRow) -> dict[str, list[int]]:
         texts = text_turns(row.prompt)
@@ -164,8 +163,7 @@ class RankedAnswers:
 
     def __call__(self, rows: Sequence[RewardRow]) -> list[float]:
         """Raises `RewardError` for a row without a prompt, or one that the model cannot read; names it."""
-        scores: list[float] = self.worker.values(self.batch(rows))["values"].sum(1).tolist()
-        return scores
+        return self.worker.values(self.batch(rows))["values"].sum(1).tolist()
 
     def batch(self, rows: Sequence[RewardRow]) -> DataProto:
         """The rows as the model reads them. Rows of one prompt that are next to each other share it, so it is computed once."""

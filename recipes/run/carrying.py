@@ -236,15 +236,13 @@ class CarryingRollout:
         is kept: the same call again, or that of a later step, continues with it.
         """
         if OWNER not in prompts:
-            data: DataProto = self.group.generate(prompts, sampling)
-            return data
+            return self.group.generate(prompts, sampling)
         return next(self.in_parts(prompts, sampling, parts=1))
 
     def episodes(self, prompts: DataProto, plan: Plan, sampling: SamplingParams) -> DataProto:
         """As many whole groups of episodes as there are prompts; see `workers.RolloutWorker.episodes`."""
         if OWNER not in prompts:
-            data: DataProto = self.group.episodes(prompts, plan, sampling)
-            return data
+            return self.group.episodes(prompts, plan, sampling)
         return next(self.in_parts(prompts, sampling, plan, parts=1))
 
     def play(

@@ -79,8 +79,7 @@ def pickled_for_process(user_object: Any) -> bytes:
     """A user's object as another process can get it. Raises what its pickling raises."""
     for module in unimportable_modules():
         cloudpickle.register_pickle_by_value(module)
-    pickled: bytes = cloudpickle.dumps(user_object)
-    return pickled
+    return cloudpickle.dumps(user_object)
 
 
 def preload(module: str, pickled: bytes) -> None:

@@ -104,8 +104,7 @@ class _TRLEnvironment(ToolEnvironment):
 
     def answered(self, answer: str) -> float | Awaitable[float]:
         """The environment's own reward."""
-        reward: float | Awaitable[float] = self.inner.get_reward() if hasattr(self.inner, "get_reward") else 0.0
-        return reward
+        return self.inner.get_reward() if hasattr(self.inner, "get_reward") else 0.0
 
 
 def _taken(reset: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

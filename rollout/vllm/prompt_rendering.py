@@ -127,8 +127,7 @@ def use_training_positions(worker: Any) -> None:
 
     def positions(input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         if all(feature.modality == "image" for feature in mm_features):
-            found: tuple[Tensor, int] = own(input_tokens, mm_features)
-            return found
+            return own(input_tokens, mm_features)
         family = family_of(config)
         return training_positions(family, len(input_tokens), mm_features, family.used_config(config))
 
@@ -374,8 +373,7 @@ def limit_of_images(llm: Any, family: VLMFamily, device: torch.device) -> int | 
     if device.type == "cpu":
         return 0
     (limit,) = set(llm.collective_rpc(longest_image))
-    found: int | None = limit
-    return found
+    return limit
 
 
 def longest_run(token_types: Tensor) -> int:

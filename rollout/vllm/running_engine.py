@@ -31,8 +31,7 @@ def error_line(error: BaseException) -> str:
 
 def model_of(worker: Any) -> nn.Module:
     """The model of a worker."""
-    model: nn.Module = worker.model_runner.get_model()
-    return model
+    return worker.model_runner.get_model()
 
 
 def batch_of(runner: Any) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -54,8 +53,7 @@ def attention_group(runner: Any) -> int:
 def slots_of_step(runner: Any, group: int) -> torch.Tensor:
     """The slots ``(N,)`` of the tokens of the current step in the KV cache of a group of layers."""
     batch = runner.input_batch
-    slots: torch.Tensor = batch.block_table[group].slot_mapping.gpu[: int(runner.query_start_loc.np[batch.num_reqs])]
-    return slots
+    return batch.block_table[group].slot_mapping.gpu[: int(runner.query_start_loc.np[batch.num_reqs])]
 
 
 def slots_of_request(runner: Any, name: str, group: int, tokens: int) -> np.ndarray | None:
@@ -71,8 +69,7 @@ def slots_in_blocks(runner: Any, blocks: np.ndarray, group: int, tokens: int) ->
     size = runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
     if len(blocks) * size < tokens:
         return None
-    slots: np.ndarray = (blocks[:, None] * size + np.arange(size)).ravel()[:tokens]
-    return slots
+    return (blocks[:, None] * size + np.arange(size)).ravel()[:tokens]
 
 
 def clear_kv_cache(worker: Any) -> None:

@@ -133,8 +133,7 @@ class PolicySampler(Sampler):
     def log_probs(self, slot: int, count: int) -> list[float]:
         """Log-probs of the first ``count`` sampled tokens of the request in a slot."""
         with nullcontext() if self.side_stream is None else torch.cuda.stream(self.side_stream):
-            values: list[float] = self.found[slot, 1 : 1 + count].tolist()
-        return values
+            return self.found[slot, 1 : 1 + count].tolist()
 
     def experts(self, slot: int, tokens: int) -> Tensor | None:
         """The experts ``(tokens, M, k)`` of the first tokens of the request in a slot, if they are recorded."""

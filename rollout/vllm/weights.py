@@ -34,8 +34,7 @@ def renamed(model: Any, name: str) -> list[str]:
         return [name]
     if hasattr(mapper, "get_rename_mapper"):
         mapper = mapper.get_rename_mapper()
-    names: list[str] = mapper.apply_list([name])
-    return names
+    return mapper.apply_list([name])
 
 
 def match_latent_attention(model: nn.Module) -> None:

@@ -45,8 +45,7 @@ class PolicyWorker(Worker):
         """The memory for what has this tag, which a sleep frees; weights that stay are in torch's own."""
         if tag == "weights" and self.vllm_config.additional_config.get(WEIGHTS_STAY):
             return nullcontext()
-        found: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
-        return found
+        return super()._maybe_get_memory_pool_context(tag)
 
 
 def decode_positions_at_once(runner: Any) -> None:
@@ -103,8 +102,7 @@ def make_expert_group() -> None:
 
 def sampler_of(worker: Any) -> PolicySampler:
     """The sampler of a `PolicyWorker`."""
-    sampler: PolicySampler = worker.policy_sampler
-    return sampler
+    return worker.policy_sampler
 
 
 class RecordingWorker(PolicyWorker):

@@ -37,8 +37,7 @@ class LocalGroup:
 
     def _method(self, name: str) -> Callable[..., Any]:
         dispatch_of(type(self.worker), name)
-        method: Callable[..., Any] = getattr(self.worker, name)
-        return method
+        return getattr(self.worker, name)
 
 
 def start_roles(plan: LaunchPlan, phase: Phase) -> Roles:

@@ -353,8 +353,7 @@ class RayGroup:
     @property
     def closed_reason(self) -> str | None:
         """Why the processes have ended; ``None`` while they run."""
-        reason: str | None = self._pool.closed_reason
-        return reason
+        return self._pool.closed_reason
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> RayFuture:
         """Starts the call on every rank that takes part and returns its future.

@@ -145,8 +145,7 @@ class Roles:
         Uses the weights that the engine last received. It receives the actor's weights first if it has none: before the first
         `sync_weights`, or after it dropped them while asleep (vLLM on CUDA, unless its option ``sleep_level`` is 1).
         """
-        data: DataProto = self.rollout.generate(prompts, sampling or SamplingParams())
-        return data
+        return self.rollout.generate(prompts, sampling or SamplingParams())
 
     def save_weights_for_sampler(self) -> None:
         """Sends the actor's current weights to the engine now; `sync_weights` defers that to the next generation."""

@@ -261,8 +261,7 @@ def delta_rule_along_rows(*inputs: Tensor | None) -> Tensor:
     """`packed_delta_rule` of its tensors along the rows with the boundaries of `Pieces.of`. Compiled code calls the operator."""
     if torch.compiler.is_compiling():
         # The kernels want contiguous inputs: compiled code writes them so where it computes them, without a copy of its own.
-        found: Tensor = _rule(*(x.contiguous() for x in inputs[:5] if x is not None), *inputs[5:])
-        return found
+        return _rule(*(x.contiguous() for x in inputs[:5] if x is not None), *inputs[5:])
     return _along_rows(*inputs)
 
 
@@ -385,8 +384,7 @@ def packed_gated_delta_net(
     if peers is not None:
         out = exchange(out.unflatten(0, (peers.size, -1)), peers).transpose(0, 1).flatten(1, 2)  # (S, heads, E)
     normed = gated_norm(out, gate.view(out.shape), mixer.norm.weight, mixer.layer_norm_epsilon)
-    mixed: Tensor = mixer.out_proj(normed.view(1, len(gate), -1))
-    return mixed
+    return mixer.out_proj(normed.view(1, len(gate), -1))
 
 
 def _all_tokens(mixer: Any, parts: list[Tensor], peers: Peers) -> list[Tensor]:

@@ -66,8 +66,7 @@ def adapted_forward(layer: Any, x: Tensor) -> Tensor:
     """
     base = layer.base_layer
     if layer.disable_adapters:
-        out: Tensor = base(x)
-        return out
+        return base(x)
     down, up = (part[ADAPTER_NAME].weight for part in (layer.lora_A, layer.lora_B))
     flat, scale = x.flatten(0, -2), layer.scaling[ADAPTER_NAME]
     out, _ = low_rank_linear(flat, base.weight, base.bias, down.to(x.dtype), up.to(x.dtype), scale)
@@ -175,8 +174,7 @@ class AdaptedExperts(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the experts with their merged weights."""
         merged = {name: getattr(self, name) if self._disable_adapters else self.merged(name) for name in self.weights}
-        out: Tensor = functional_call(self.compute[0], merged, args, kwargs)
-        return out
+        return functional_call(self.compute[0], merged, args, kwargs)
 
     def merged(self, name: str) -> Tensor:
         """The merged weight ``name``, ``(experts, out, in)``."""

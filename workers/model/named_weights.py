@@ -185,8 +185,7 @@ def full_tensor(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if not isinstance(weight, DTensor):
         return dense(weight.detach())
     on_device: Any = weight.detach().to(weight.device_mesh.device_type, dtype or weight.dtype)
-    full: Tensor = on_device.full_tensor()
-    return full
+    return on_device.full_tensor()
 
 
 def meta_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -341,6 +341,5 @@ class LinearPatchEmbedding:
         conv = self.convolution
         input = input.to(conv.weight.dtype)
         if tuple(input.shape[2:]) != conv.kernel_size or conv.padding not in ("valid", (0,) * len(conv.kernel_size)):
-            out: Tensor = type(conv).forward(conv, input)
-            return out
+            return type(conv).forward(conv, input)
         return linear(input.flatten(1), conv.weight.flatten(1), conv.bias)[(..., *[None] * len(conv.kernel_size))]

@@ -58,8 +58,7 @@ def _rule() -> type[Any]:
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
             if not evenly_sharded(p):
                 return torch.zeros_like(p, requires_grad=False)
-            buffer: Tensor = super()._new_buffer(p, signed)
-            return buffer
+            return super()._new_buffer(p, signed)
 
         def step(self, closure: Any = None) -> Any:
             on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])

@@ -170,8 +170,7 @@ def has_media(rows: DataProto) -> bool:
 def token_types(module: PackedVLM, rows: DataProto) -> Tensor:
     """``(B, L)`` 0 text, 1 image, 2 video, 3 sound; of a batch without the column by the placeholder ids in the prompts."""
     if "mm_token_type_ids" in rows:
-        known: Tensor = rows["mm_token_type_ids"]
-        return known
+        return rows["mm_token_type_ids"]
     ids = rows["input_ids"]
     types = module.family.token_types(ids, module.model.config)
     types[:, ids.shape[1] - rows["response_mask"].shape[1] :] = 0

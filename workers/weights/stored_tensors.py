@@ -96,8 +96,7 @@ class CheckpointFiles:
     def read(self, name: str, part: Range) -> Tensor:
         """A part of the tensor of this name; call within `opened`."""
         handle = self._handle(self.files[name])
-        found: Tensor = handle.get_slice(name)[part] if part else handle.get_tensor(name)
-        return found
+        return handle.get_slice(name)[part] if part else handle.get_tensor(name)
 
     def kind(self, name: str) -> str:
         """The type of a tensor's numbers by its name in safetensors files, such as ``BF16``; call within `opened`."""
