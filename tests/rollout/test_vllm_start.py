@@ -25,6 +25,7 @@ from rollout.vllm.startup import (
     default_options,
     error_line,
     graph_sizes,
+    speculative_options,
     with_graph_sizes,
     worker_options,
 )
@@ -148,8 +149,27 @@ def test_an_old_engine_that_nothing_refers_to_does_not_end_a_new_one(tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize(("head", "method"), [(True, "mtp"), (False, "ngram_gpu")])
+def test_the_second_runner_has_graphs_for_steps_without_drafts(head, method):
+    """Graphs are recorded for the numbers of drafts that the schedule names for any number of rows."""
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    config = speculative_options(3, second_runner=True, head=head, max_num_seqs=8)["speculative_config"]
+    assert config["method"] == method
+    assert set(build_dynamic_sd_schedule_lookup(config["num_speculative_tokens_per_batch_size"], 8, 3)[1:]) == {0, 3}
+    assert "num_speculative_tokens_per_batch_size" not in speculative_options(3, False, head, 8)["speculative_config"]
+    assert speculative_options(0, True, head, 8) == {}
+
+
+@pytest.mark.vllm
 def test_overrides_do_not_replace_what_a_family_needs(tmp_path):
-    options = {"dtype": "auto", "kv_cache_memory_bytes": None, "tensor_parallel_size": 1, "hf_overrides": {"a": 1}}
+    options = {
+        "dtype": "auto",
+        "kv_cache_memory_bytes": None,
+        "tensor_parallel_size": 1,
+        "max_num_seqs": 4,
+        "hf_overrides": {"a": 1},
+    }
     path = write_checkpoint("kimi_k25", tmp_path / "kimi")
     with pytest.raises(InvalidConfig, match=r"hf_overrides.*kimi_k25.*config\.json"):
         default_options(path, torch.device("cuda"), dict(options), False, False, 0)
