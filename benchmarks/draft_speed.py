@@ -9,8 +9,9 @@ keeps: each drafted token is the recorded one with the probability of ``--rates`
 work and then takes the recorded tokens as its samples, because in half precision a pass over several tokens rounds differently,
 and responses would soon be others. So it does not matter here that vLLM's first runner does not keep the states of recurrent
 layers right (see ``rollout.vllm.startup.check_states``). That runner does not run a head: its products are computed in its place
-once for each drafted token, without its attention to earlier tokens, which ``--without-head`` leaves out. Prints tokens a second,
-drafts that were kept, and the speed compared with that without drafts.
+once for each drafted token, without its attention to earlier tokens, which ``--without-head`` leaves out. The second runner runs
+the head of the checkpoint, if it has one. Prints tokens a second, drafts that were kept, and the speed compared with that without
+drafts.
 """
 
 import argparse
@@ -129,7 +130,7 @@ def measure(arguments: argparse.Namespace, drafted: int) -> None:
     if drafted:
         recorded = {int(seed): ids for seed, ids in json.loads(file.read_text()).items()}
         config = engine.llm.model_config.hf_config
-        head = None if arguments.without_head else head_work(config, engine.device)
+        head = None if arguments.without_head or engine.sampler.by_head else head_work(config, engine.device)
         take = RecordedTokens(engine.sampler, recorded, head)
     list(engine.generate(requests, sampling))  # kernels and graphs
     sizes = sorted({min(rows, len(requests)) for rows in arguments.rows})
