@@ -10,6 +10,7 @@ import sys
 import traceback
 from importlib.metadata import version
 from importlib.util import find_spec
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,8 @@ def pytest_configure(config):
     if config.getoption("fast"):
         settings.load_profile("fast")
         sys.addaudithook(_refuse_processes)
+        start = BaseProcess.start  # which tells no audit hook where it starts afresh
+        BaseProcess.start = lambda process: _refuse_processes("os.fork", ()) or start(process)
     if config.getoption("none_left_out") and (missing := not_installed_lines()):
         raise pytest.UsageError("; ".join(missing))
 

@@ -26,6 +26,8 @@ from rollout.agents.agent_loop import AgentPlan
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def renderer():
@@ -296,7 +298,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ["returns", "killed"])
 def test_processes_end_with_the_program(end, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
