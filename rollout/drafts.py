@@ -6,8 +6,8 @@ the prompt.
 
 Drafts cost work, and what they give depends on the samples, on their number and on the device. So an engine on CUDA decodes with
 drafts or without, whichever has given more tokens a second. All rows of a pass have drafts or none, because a pass lasts as long
-for a row without a draft when others have one. Each pass has drafts on a CPU, so that a seed gives the same run to the last bit,
-and where several ranks run one vLLM, whose clocks differ.
+for a row without a draft when others have one. On a CPU each pass has drafts, so that a seed gives the same run to the last bit.
+Each pass has drafts too where several ranks run one vLLM: their clocks differ, and they have to take the same steps.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -28,10 +28,10 @@ AGAIN = 64, 256, 1024
 
 @dataclass(eq=False)
 class _Comparison:
-    """Of passes with drafts and without, over about equally many rows."""
+    """Compares passes that have drafts with passes that have none, over about equally many rows."""
 
-    passes: list[tuple[float, float]] = field(default_factory=list)  # tokens a row, and seconds
-    number: int = 0  # of all passes
+    passes: list[tuple[float, float]] = field(default_factory=list)  # tokens a row and seconds of each compared pass
+    number: int = 0  # of passes until now
 
     def drafts(self) -> bool:
         """Whether the next pass has drafts."""

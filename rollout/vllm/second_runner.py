@@ -106,13 +106,15 @@ class SecondRunnerSampler(PolicySampler):
             found, drafting = drafts or found, drafts is not None
             if self._head is not None and drafting:
                 self._head.draw_from(*self._coming_numbers(np.array(counts), most))
-        own = found
-        padded = self._sent(np.array([[*draft, *[0] * (most - len(draft))] for draft in own], dtype=np.int64))
+        padded = self._sent(np.array([[*draft, *[0] * (most - len(draft))] for draft in found], dtype=np.int64))
         if self._head is not None and drafting:
             of_head = self._head.propose(input_batch, *context, dummy_run=dummy_run, **options)
-            padded = padded.where(self._sent(np.array(list(map(bool, own))))[:, None], of_head)
-            own = [draft or [0] * most for draft in found]  # the runner needs only their number
-        self._next_drafts = input_batch.req_ids, [draft[: options.get("num_speculative_tokens", most)] for draft in own]
+            padded = padded.where(self._sent(np.array(list(map(bool, found))))[:, None], of_head)
+            found = [draft or [0] * most for draft in found]  # the runner needs only their number
+        self._next_drafts = (
+            input_batch.req_ids,
+            [draft[: options.get("num_speculative_tokens", most)] for draft in found],
+        )
         return padded
 
     def _coming_numbers(self, sampled: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
