@@ -31,6 +31,8 @@ NO_SLOT = -1
 class SecondRunnerSampler(PolicySampler):
     """A `PolicySampler` whose rows are found by their places in the states of the runner."""
 
+    enable_adaptive_verification = False  # vLLM asks its rejection sampler, whose place this takes too
+
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         self._slot_at = np.full(runner.max_num_reqs, NO_SLOT, dtype=np.int64)
@@ -47,7 +49,7 @@ class SecondRunnerSampler(PolicySampler):
         runner, speculator = self.runner, self.runner.speculator
         if getattr(speculator, "model", None) is not None:
             self._head, self.by_head = HeadDrafts(speculator, self.banned_ids), True
-        runner.rejection_sampler, speculator.propose = self.check_drafts, self.propose
+        runner.rejection_sampler, speculator.propose = self, self.propose
         runner.draft_tokens_handler.get_draft_tokens = lambda: DraftTokenIds(*self._next_drafts)
 
     def add_request(self, place: int, *settings: Any) -> None:
@@ -63,7 +65,9 @@ class SecondRunnerSampler(PolicySampler):
         return super().open(seed, drawn, sampling, stop_id)
 
     def forward(self, logits: Tensor, batch: Any, *_: Any, **__: Any) -> Any:
-        """Samples tokens ``(B, 1)`` int64 for the ``logits (B, V)`` of the runner's ``batch``."""
+        """Samples tokens ``(B, 1)`` int64 for the ``logits (B, V)`` of the runner's ``batch``; for drafts see `check_drafts`."""
+        if getattr(batch, "num_draft_tokens", 0):
+            return self.check_drafts(logits, batch)
         if self._is_trial(batch):
             ones = logits.new_ones(len(logits)).int()
             return _output(self._trial(logits).long(), ones, ones - 1)
@@ -73,11 +77,8 @@ class SecondRunnerSampler(PolicySampler):
         self._drawn = tokens, sampled
         return _output(tokens, sampled, rejected)
 
-    def check_drafts(self, logits: Tensor, batch: Any, *_: Any) -> Any:
-        """Samples tokens ``(B, 1 + K)`` int64 for the ``logits (N, V)`` of a ``batch`` with up to K drafted tokens of each row.
-
-        It replaces vLLM's rejection sampler.
-        """
+    def check_drafts(self, logits: Tensor, batch: Any) -> Any:
+        """Samples tokens ``(B, 1 + K)`` int64 for the ``logits (N, V)`` of a ``batch`` with up to K drafted tokens a row."""
         drafted = np.asarray(batch.num_draft_tokens_per_req, dtype=np.int64)
         ends = np.cumsum(drafted + 1)
         if self._is_trial(batch):

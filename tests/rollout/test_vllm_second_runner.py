@@ -151,11 +151,11 @@ def test_of_drafted_tokens_those_count_that_are_drawn(runner: SimpleNamespace) -
     drawn += [[expected(logits[3], sampling, 21, 0)[0]]]
     drawn += [[expected(logits[4 + place], sampling, 23, 4 + place)[0] for place in range(2)]]
     batch = batch_of([0, 1, 3], computed=[5, 2, 5], scheduled=[3, 1, 2], prefill=[5, 3, 2])
-    batch.num_draft_tokens_per_req = np.array([2, 0, 1])
+    batch.num_draft_tokens, batch.num_draft_tokens_per_req = 3, np.array([2, 0, 1])
     read = [9, drawn[0][0], (drawn[0][1] + 1) % VOCABULARY, 9, 9, drawn[2][0]]
     batch.input_ids, batch.logits_indices = torch.tensor([0, *read]), torch.arange(1, 7)
 
-    found = sampler.check_drafts(logits, batch)
+    found = sampler(logits, batch, None, None)  # as vLLM calls its rejection sampler
 
     assert found.sampled_token_ids.tolist() == [[*drawn[0][:2], -1], [*drawn[1], -1, -1], [*drawn[2], -1]]
     assert found.num_sampled.tolist() == [2, 1, 2]
