@@ -35,7 +35,7 @@ from rollout.vllm.prompt_rendering import (
     for_each_prompt,
     limit_of_images,
 )
-from rollout.vllm.requests import EngineRequest, RunningRequests, failure, first_samples_first
+from rollout.vllm.requests import EngineRequest, RunningRequests, failure
 from rollout.vllm.running_engine import clear_kv_cache, state_of
 from rollout.vllm.startup import processor_options, quantization_options, start_llm, worker_options
 
@@ -121,7 +121,6 @@ class VLLMEngine:
         self.memory.has_weights = not self._awaits_weights
         longest = limit_of_images(self.llm, self.family, self.device)
         self.prompts = PromptRenderer(self.llm, self.family, max_images, chosen["mm_processor_kwargs"], longest)
-        self._window = 1 if self.family.recurrent_mixers is None else int(chosen["max_num_seqs"])
         self._kv_cache_is_finite = True
         self._numbers, self._calls = count(), count()
         self._running = self.requests_type(self.engine, self.sampler, self.end_ids)
@@ -243,8 +242,7 @@ class VLLMEngine:
         if not rows:
             return
         self.wake_kv_cache()
-        ordered = [rows[place] for place in first_samples_first([row.request for row in rows], self._window)]
-        self._coming = RenderedAhead(self.prompts, ordered, sampling, self._step_tokens)
+        self._coming = RenderedAhead(self.prompts, rows, sampling, self._step_tokens)
 
     def _add_coming(self, count: int | None = None) -> None:
         """Gives the next ``count`` requests of the run, or all, to vLLM, when their prompts are rendered.

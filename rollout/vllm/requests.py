@@ -119,24 +119,6 @@ class RunningRequests:
             self._sampler.close(self.rows.pop(name).slot)
 
 
-def first_samples_first(requests: Sequence[Request], window: int) -> list[int]:
-    """The places of requests in an order in which, among ``window`` neighbours, the first request of each prompt comes before the
-    others. Requests with images or videos stay in the order of the prompts.
-
-    vLLM keeps a recurrent state at the end of a step. So the first samples of several prompts are read in one step, and the other
-    samples continue from their states; in the order of the prompts, each would wait for the step of its first one.
-
-    vLLM caches images twice, where prompts are rendered, one after another, and where they are computed, and sends only those
-    that the first cache lacks. Both forget the same images only if requests come in the order in which they were rendered.
-    """
-    first = {request.prompt_key: place for place, request in reversed(list(enumerate(requests)))}
-    later = [
-        first[request.prompt_key] != place and not any(request.multi_modal_data.values())
-        for place, request in enumerate(requests)
-    ]
-    return sorted(range(len(requests)), key=lambda place: (place // window, later[place]))
-
-
 def vllm_params(sampling: SamplingParams, slot: int, stop_ids: Sequence[int]) -> Any:
     """vLLM's settings of a request, whose tokens are sampled by the policy's own sampler."""
     from vllm import SamplingParams as Params

@@ -4,8 +4,12 @@ At each step vLLM asks for every running request which images it is to read and 
 that decodes reads no images, and needs a block once in as many steps as a block has tokens. Both are known without asking, and a
 step of hundreds of rows then costs the host less. Where each row decodes one more token, the plan of the step before is used
 again.
+
+A recurrent state exists only after the step that computes it, and vLLM lets all requests wait behind one that has to wait for it.
+So first samples of several prompts are read in one step, and the other samples continue from their states.
 """
 
+from collections import deque
 from dataclasses import fields, replace
 from typing import Any
 
@@ -41,6 +45,7 @@ class _Decoding:
     def schedule(self, *settings: Any, **options: Any) -> Any:
         """The plan of the next step; see vLLM."""
         if (plan := self._same_rows()) is None:
+            self._read_first_samples_first()
             plan = super().schedule(*settings, **options)  # type: ignore[misc]
             rows = plan.scheduled_cached_reqs
             other = any(getattr(plan, each.name) for each in fields(plan) if each.name not in SAME_ROWS)
@@ -71,6 +76,20 @@ class _Decoding:
         self._plan = replace(plan, scheduled_cached_reqs=told)
         own._update_after_schedule(self._plan)
         return self._plan
+
+    def _read_first_samples_first(self) -> None:
+        """Among the requests that have room to begin, the first one of each prompt comes before the others."""
+        own: Any = self
+        room = own.max_num_running_reqs - len(own.running)
+        if room < 2 or not own.has_mamba_layers or not isinstance(own.waiting, deque):
+            return
+        rows = [own.waiting.popleft() for _ in range(min(room, len(own.waiting)))]
+        first: dict[Any, Any] = {}  # by prompt
+
+        def follows(row: Any) -> bool:
+            return first.setdefault(row.block_hashes[-1] if row.block_hashes else row.request_id, row) is not row
+
+        own.waiting.extendleft(sorted(rows, key=follows)[::-1])
 
     def _try_schedule_encoder_inputs(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int, *budget: Any, **shift: Any
