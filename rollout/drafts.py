@@ -21,7 +21,7 @@ from torch import Tensor
 NGRAM_SIZES = (4, 2)
 """How many last tokens are looked up, largest first."""
 TRIAL = 3
-"""The number of passes with drafts, and then without, by which the two are compared."""
+"""The number of passes with drafts, and then without, by which the two are compared. None of them reads a prompt."""
 AGAIN = 64, 256, 1024
 """After so many passes the two are compared again, and after each further 1,024."""
 
@@ -64,6 +64,7 @@ class _Sample:
     key: Hashable
     group: _Group
     last: list[int]  # tokens
+    began: bool = False  # it has drawn some
 
 
 class Drafts:
@@ -100,6 +101,8 @@ class Drafts:
     def add(self, number: int, token_ids: Sequence[int]) -> None:
         """Adds tokens that a sample has drawn."""
         sample = self._samples[number]
+        if not sample.began:  # this pass read a prompt too, and is not compared
+            sample.began, self._began = True, (0, 0.0)
         sample.last = _learn(sample.group, sample.last, token_ids)
         self._added += len(token_ids)
 
