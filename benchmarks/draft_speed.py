@@ -10,8 +10,8 @@ work and then takes the recorded tokens as its samples, because in half precisio
 and responses would soon be others. So it does not matter here that vLLM's first runner does not keep the states of recurrent
 layers right (see ``rollout.vllm.startup.check_states``). That runner does not run a head: its products are computed in its place
 once for each drafted token, without its attention to earlier tokens, which ``--without-head`` leaves out. The second runner runs
-the head of the checkpoint, if it has one. Prints tokens a second, drafts that were kept, and the speed compared with that without
-drafts.
+the head of the checkpoint, if it has one. Prints tokens a second, drafts that were kept, the speed compared with that without
+drafts, how many passes had drafts, and the median milliseconds of a pass with drafts and without.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -55,6 +56,7 @@ class RecordedTokens(Drafts):
         self.on_device = torch.from_numpy(self.tokens).to(sampler.device)
         self.words = int(self.tokens.max()) + 1
         self._coins = np.random.default_rng(0)
+        self.begin(1.0)
         self._draw, sampler._draw, sampler.drafts = sampler._draw, self.draw, self
         self._next_drafts, sampler.next_drafts = sampler.next_drafts, self.next_drafts
 
@@ -69,7 +71,17 @@ class RecordedTokens(Drafts):
     def begin(self, rate: float) -> None:
         """Drafts are kept at this rate from now on; whether they pay is found out anew."""
         self.rate = rate
+        self.passes: dict[str, list[float]] = {"with": [], "without": []}  # drafts; seconds of each
+        self._last: tuple[str, float] | None = None  # the pass that runs, and its beginning
         self._compared.clear()
+
+    def pay(self, rows: int) -> bool:
+        now, last = time.perf_counter(), self._last
+        if last is not None:
+            self.passes[last[0]].append(now - last[1])
+        drafts = super().pay(rows)
+        self._last = "with" if drafts else "without", now
+        return drafts
 
     def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int]] | None:
         """In place of `PolicySampler.next_drafts`, whose work it does next to that of a head."""
@@ -148,6 +160,9 @@ def measure(arguments: argparse.Namespace, drafted: int) -> None:
             file.write_text(json.dumps({requests[each.request].seed: each.token_ids for each in done}))
         found = {"rows": rows, "drafts": drafted, "rate": rate, "tokens/s": tokens / seconds}
         found |= {"kept a pass": kept / (tokens - kept), "seconds": seconds, "engine": runner}
+        if take is not None:
+            found["passes"] = {name: len(each) for name, each in take.passes.items()}
+            found["ms"] = {name: 1000 * median(each or [0.0]) for name, each in take.passes.items()}
         with results_of(arguments).open("a") as results:
             results.write(f"{json.dumps(found)}\n")
 
@@ -191,12 +206,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     last = {(row["rows"], row["drafts"], row["rate"]): row for row in rows}
     lines = [
         f"{rows[-1]['engine']}",
-        "| rows | drafts | rate | kept a pass | tokens/s | times |",
-        "|---|---|---|---|---|---|",
+        "| rows | drafts | rate | kept a pass | tokens/s | times | passes with drafts | without | ms with | without |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (count, drafts, rate), row in sorted(last.items()):
         speed, plain = row["tokens/s"], last[count, 0, 0.0]["tokens/s"]
-        lines.append(f"| {count} | {drafts} | {rate} | {row['kept a pass']:.2f} | {speed:,.0f} | {speed / plain:.2f} |")
+        numbers = [f"{row['passes'][each]}" if drafts else "" for each in ("with", "without")]
+        numbers += [f"{row['ms'][each]:.1f}" if drafts else "" for each in ("with", "without")]
+        told = f"| {count} | {drafts} | {rate} | {row['kept a pass']:.2f} | {speed:,.0f} | {speed / plain:.2f} |"
+        lines.append(f"{told} {' | '.join(numbers)} |")
     return "\n".join(lines)
 
 
