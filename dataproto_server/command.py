@@ -273,8 +273,5 @@ def tiny_model(state: Path) -> Path:
 def how_to_use(config: ServeConfig, port: int, model: str) -> str:
     """The lines that a client's shell needs, and a program that works."""
     host = f"[{config.host}]" if ":" in config.host else config.host
-    if config.api_keys is None:
-        key = f'"$(cat {(config.state / "api-key").resolve()})"'
-    else:
-        key = "tml-..."
+    key = "tml-..." if config.api_keys else f'"$(cat {(config.state / "api-key").resolve()})"'
     return USE.format(url=f"http://{host}:{port}", key=key, model=model)

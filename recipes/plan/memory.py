@@ -206,10 +206,8 @@ def decoder_bytes(setting: Setting) -> TokenBytes:
     text, compute = setting.config.get_text_config(), setting.compute
     hidden, heads, wide = int(text.hidden_size), attention_width(text), mlp_width(text)
     keys = 2 * int(of_layers(text, "num_key_value_heads")) * head_dim(text)
-    if compute.compile:
-        layer = 2 * hidden + 2 * heads + keys + 3 * wide
-    else:
-        layer = 6 * hidden + 2 * heads + keys + 4 * wide
+    of_hidden, of_wide = (2, 3) if compute.compile else (6, 4)
+    layer = of_hidden * hidden + 2 * heads + keys + of_wide * wide
     selective = 3 * hidden + 2 * heads + keys + 2 * wide
     passing = 2 * hidden + max((2 if compute.compile else 3) * wide, 3 * heads + 2 * keys)
     return _by_mode(compute, int(text.num_hidden_layers), layer, selective, hidden, passing)

@@ -156,15 +156,13 @@ class CarriedSamples:
         return data
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "unfinished": None if self.unfinished is None else _file_bytes(self.unfinished),
-            "finished": None if self.finished is None else _file_bytes(self.finished),
-            "since": dict(self.since),
-        }
+        rows = {"unfinished": self.unfinished, "finished": self.finished}
+        files = {name: None if each is None else _file_bytes(each) for name, each in rows.items()}
+        return {**files, "since": dict(self.since)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        rows = {name: state[name] for name in ("unfinished", "finished")}
-        self.unfinished, self.finished = (None if each is None else _from_file_bytes(each) for each in rows.values())
+        files = state["unfinished"], state["finished"]
+        self.unfinished, self.finished = (None if each is None else _from_file_bytes(each) for each in files)
         self.since = dict(state["since"])
 
 

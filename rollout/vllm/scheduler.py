@@ -24,8 +24,10 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, **options: Any) -> Sc
     return kind(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **options)
 
 
-SAME_ROWS = ("scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens", "num_common_prefix_blocks")
-"""What a plan has in which rows decode a token each, and nothing else happens."""
+SAME_ROWS = ("scheduled_cached_reqs", "num_", "total_num_")
+"""How the names of what a plan has begin, in which rows decode a token each and nothing else happens."""
+SETTLED = 8
+"""Tokens of a response, and of each block, with which vLLM has freed the states that a row of a recurrent model has left."""
 
 
 class _Decoding:
@@ -34,13 +36,15 @@ class _Decoding:
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.dynamic_sd_lookup = None  # the policy's sampler decides whether rows have drafts
-        groups = options["kv_cache_config"].kv_cache_groups
+        kinds = {type(group.kv_cache_spec).__name__ for group in options["kv_cache_config"].kv_cache_groups}
         self._slots: HeldSlots | None = None
         self._plan: Any = None  # of the last step, if it can be used again
-        if len(groups) == 1 and type(groups[0].kv_cache_spec).__name__ == "FullAttentionSpec":
+        if kinds <= {"FullAttentionSpec", "MambaSpec"}:
             own: Any = self
-            held = own.kv_cache_manager.allocate_slots = HeldSlots(own.kv_cache_manager)
-            self._slots = None if own.connector or own.needs_kv_cache_zeroing else held
+            held = own.kv_cache_manager.allocate_slots = HeldSlots(
+                own.kv_cache_manager, SETTLED * ("MambaSpec" in kinds)
+            )
+            self._slots = None if own.connector else held
 
     def schedule(self, *settings: Any, **options: Any) -> Any:
         """The plan of the next step; see vLLM."""
@@ -48,7 +52,7 @@ class _Decoding:
             self._read_first_samples_first()
             plan = super().schedule(*settings, **options)  # type: ignore[misc]
             rows = plan.scheduled_cached_reqs
-            other = any(getattr(plan, each.name) for each in fields(plan) if each.name not in SAME_ROWS)
+            other = any(getattr(plan, each.name) for each in fields(plan) if not each.name.startswith(SAME_ROWS))
             other = other or bool(rows.resumed_req_ids or rows.all_token_ids or rows.new_token_ids)
             self._plan = None if other or plan.total_num_scheduled_tokens != len(rows.req_ids) else plan
         return plan
@@ -61,19 +65,22 @@ class _Decoding:
         if plan is None or slots is None or begins or own.finished_req_ids or own.pause_state:
             return None
         names, rows, longest = plan.scheduled_cached_reqs.req_ids, own.running, own.max_model_len
-        if names != [row.request_id for row in rows] or not all(decodes(row, longest) for row in rows):
+        settled = all(decodes(row, longest) and row.num_output_tokens >= slots.settled for row in rows)
+        if names != [row.request_id for row in rows] or not settled:
             return None
-        full = [row for row in rows if not slots.hold(row, row.num_computed_tokens + 1)]
-        if len(full) > own.kv_cache_manager.block_pool.get_num_free_blocks():
+        ahead, manager = own.num_lookahead_tokens, own.kv_cache_manager
+        full = [row for row in rows if not slots.hold(row, row.num_computed_tokens + 1, ahead)]
+        if len(full) * len(slots.groups) > manager.block_pool.get_num_free_blocks():
             return None
-        blocks = {row.request_id: slots(row, 1).get_block_ids(allow_none=True) for row in full}
+        blocks = {row.request_id: slots(row, 1, ahead).get_block_ids(allow_none=True) for row in full}
         told = replace(
             plan.scheduled_cached_reqs,
             new_block_ids=[blocks.get(name) for name in names],
             num_computed_tokens=[row.num_computed_tokens for row in rows],
             num_output_tokens=[row.num_output_tokens + row.num_output_placeholders for row in rows],
         )
-        self._plan = replace(plan, scheduled_cached_reqs=told)
+        zeroed = {"new_block_ids_to_zero": manager.take_new_block_ids() or None} if own.needs_kv_cache_zeroing else {}
+        self._plan = replace(plan, scheduled_cached_reqs=told, **zeroed)
         own._update_after_schedule(self._plan)
         return self._plan
 
@@ -121,18 +128,25 @@ class DecodingAsyncScheduler(_Decoding, AsyncScheduler):
 class HeldSlots:
     """A manager's ``allocate_slots`` that asks for blocks only where a request's own have no room for its next token."""
 
-    def __init__(self, manager: Any) -> None:
-        (group,) = manager.coordinator.single_type_managers
-        self._own, self._nothing = manager.allocate_slots, manager.empty_kv_cache_blocks
-        self._blocks, self._size = group.req_to_blocks, group.block_size
+    def __init__(self, manager: Any, settled: int) -> None:
+        """``settled``: how many tokens, of a response and of a block, a row needs before it may go on without asking."""
+        self._own, self._nothing, self.settled = manager.allocate_slots, manager.empty_kv_cache_blocks, settled
+        self.groups = [
+            (group.req_to_blocks, group.block_size, getattr(group, "num_speculative_blocks", 0))
+            for group in manager.coordinator.single_type_managers
+        ]
 
     def __call__(self, request: Any, num_new_tokens: int, num_lookahead_tokens: int = 0, **options: Any) -> Any:
         """New blocks for the next tokens of a request, ``None`` if there are none left; see vLLM."""
         decoding = num_new_tokens == 1 and not options and request.status == RequestStatus.RUNNING
-        if decoding and self.hold(request, request.num_computed_tokens + 1 + num_lookahead_tokens):
+        if decoding and self.hold(request, request.num_computed_tokens + 1, num_lookahead_tokens):
             return self._nothing
         return self._own(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens, **options)
 
-    def hold(self, request: Any, tokens: int) -> bool:
-        """Whether a request's own blocks have room for so many of its tokens."""
-        return bool(tokens <= len(self._blocks.get(request.request_id, ())) * self._size)
+    def hold(self, request: Any, tokens: int, ahead: int) -> bool:
+        """Whether a request's own blocks have room for so many of its tokens, and for drafts of ``ahead`` more."""
+        return request.num_output_tokens >= self.settled and all(
+            tokens + ahead <= (len(blocks.get(request.request_id, ())) - drafts) * size
+            and (tokens - 1) % size >= self.settled
+            for blocks, size, drafts in self.groups
+        )

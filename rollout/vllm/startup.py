@@ -319,17 +319,13 @@ def default_options(
         "worker_cls": POLICY_WORKER,
         "scheduler_cls": SCHEDULER,
         "hf_overrides": needed,
+        "enforce_eager": not on_cuda,
+        "skip_mm_profiling": not on_cuda or family.model_type in TILED,
     }
     if awaits_weights:
         register_awaiting_loader()
         defaults["load_format"] = AWAITING
-    if not on_cuda:
-        defaults |= {"enforce_eager": True, "skip_mm_profiling": True}
-    elif family.model_type in TILED:
-        defaults["skip_mm_profiling"] = True
-    if (
-        family.experts is None and options.get("quantization") is None
-    ):  # else a pass tunes kernels that no model here uses
+    if family.experts is None and options.get("quantization") is None:  # no kernels to tune
         defaults |= known_options(enable_flashinfer_autotune=False)
     defaults |= chosen_options(family) | speculative_options(speculate, second_runner, head, options["max_num_seqs"])
     return defaults | recording_options() if routed_experts else defaults
