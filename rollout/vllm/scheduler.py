@@ -145,8 +145,8 @@ class HeldSlots:
 
     def hold(self, request: Any, tokens: int, ahead: int) -> bool:
         """Whether a request's own blocks have room for so many of its tokens, and for drafts of ``ahead`` more."""
-        return request.num_output_tokens >= self.settled and all(
-            tokens + ahead <= (len(blocks.get(request.request_id, ())) - drafts) * size
-            and (tokens - 1) % size >= self.settled
-            for blocks, size, drafts in self.groups
-        )
+        name, settled = request.request_id, self.settled
+        for blocks, size, drafts in self.groups:
+            if tokens + ahead > (len(blocks.get(name, ())) - drafts) * size or (tokens - 1) % size < settled:
+                return False
+        return not settled or request.num_output_tokens >= settled
