@@ -50,10 +50,7 @@ def read_preference_row(
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": with_markers(prompt, media)}]
     prompt = row_values.with_context(row_values.chat_messages(prompt, index), raw, index)
-    if prompt and prompt[-1].get("role") == "assistant":
-        raise InvalidRow(
-            index, "the question ends with a message of the assistant, so no answer can follow it: leave it out"
-        )
+    row_values.check_answerable(prompt, index)
     return row_values.shown_columns(prompt, raw, media, index, data_source) | {
         "answers": [[_without_blanks(message) for message in answer] for answer in answers],
         "labels": labels,

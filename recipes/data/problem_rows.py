@@ -97,6 +97,8 @@ def read_row(
         row_values.check_question(asked, index)  # before the instruction is added
     if prompt is None and isinstance(problem, str):
         prompt = [{"role": "user", "content": row_values.instructed(problem, instruction)}]
+    if prompt is None and isinstance(problem, row_values.LISTS):
+        prompt = problem
     if prompt is None:
         lacking = f"no 'prompt', 'messages' or 'problem' among its columns {sorted(raw)}"
         way_out = "name that of the question by --prompt-key, or --messages-key"
@@ -110,6 +112,7 @@ def read_row(
     if messages is not None and prompt and prompt[-1].get("role") == "assistant":  # its answer is the ground truth
         answer = prompt[-1].get("content") if answer is None else answer
         prompt = prompt[:-1]
+    row_values.check_answerable(prompt, index)
     truth = _truth(raw, answer, index, check_truth)
     extra = {"split": split, "index": index, "answer": row_values.plain_answer(answer), "question": problem}
     extra |= {

@@ -93,6 +93,13 @@ def check_question(content: Any, index: int) -> None:
         raise InvalidRow(index, "the question is empty: fill it in, or name its column by --prompt-key")
 
 
+def check_answerable(prompt: Sequence[Mapping[str, Any]], index: int) -> None:
+    """Raises `InvalidRow` for a question that ends with a message of the assistant, as a beginning of the answer does."""
+    if prompt and prompt[-1].get("role") == "assistant":
+        reason = "the question ends with a message of the assistant, so no answer can follow it: leave it out"
+        raise InvalidRow(index, reason)
+
+
 def first_of(raw: Mapping[str, Any], names: Iterable[str]) -> Any:
     """The value of the first of these columns that has one."""
     return next((raw[name] for name in names if raw.get(name) is not None), None)

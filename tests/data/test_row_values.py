@@ -28,6 +28,24 @@ def write(path, *rows):
     return path
 
 
+# Questions
+
+
+def test_no_answer_is_shown_in_the_question():
+    """An answer there would be sampled after; in ``messages`` it is the truth."""
+    ends = "row 4: the question ends with a message of the assistant"
+    with pytest.raises(InvalidRow, match=ends):
+        read_row({"prompt": [*ASKED, SAID], "answer": "3", "images": ["a.png"]}, 4)
+    with pytest.raises(InvalidRow, match=ends):
+        read_row({"messages": [*ASKED, SAID, SAID], "images": ["a.png"]}, 4)
+    assert read_row({"messages": [*ASKED, SAID], "images": ["a.png"]}, 4)["prompt"] == ASKED
+
+
+def test_a_problem_may_be_messages():
+    row = read_row({"problem": ASKED, "answer": 3, "images": ["a.png"]}, 0)
+    assert (row["prompt"], row["reward_model"]["ground_truth"]) == (ASKED, 3)
+
+
 # Truths
 
 
