@@ -17,10 +17,10 @@ STREAM_HEAD = 1024
 """Rows of a stream among which a named column is sought."""
 
 # For each option the name that the readers of rows know, and the columns of the known schemas that it replaces.
-_QUESTIONS = ("prompt", "messages", "problem", "conversations", "texts")
+QUESTIONS = ("prompt", "messages", "problem", "conversations", "texts")
 _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "prompt_key": ("prompt", _QUESTIONS),
-    "messages_key": ("messages", _QUESTIONS),
+    "prompt_key": ("prompt", QUESTIONS),
+    "messages_key": ("messages", QUESTIONS),
     "answer_key": ("answer", ("answer", "solution", "ground_truth", "completion", "response", "reward_model")),
 } | {f"{kind}_key": (column, (column, kind)) for kind, column in MEDIA.items()}
 

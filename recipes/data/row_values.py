@@ -21,7 +21,7 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dataproto.errors import InvalidConfig, InvalidRow
-from recipes.data.column_keys import KNOWN, STREAM_HEAD, ColumnKeys, columns_of
+from recipes.data.column_keys import KNOWN, QUESTIONS, STREAM_HEAD, ColumnKeys, columns_of
 from recipes.data.tables import JsonStream
 from rollout.prompts.messages import MEDIA, VIDEO_SOUND, with_media
 from rollout.prompts.sources import media_list
@@ -38,7 +38,6 @@ _OWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "i
 _TEMPLATE_FILES = (".jinja", ".jinja2", ".j2", ".txt")
 LISTS = (list, tuple, np.ndarray)
 """What a value that is several may be."""
-_KNOWN_QUESTIONS = ("prompt", "messages", "conversations", "problem", "texts")
 _PAIRS = {"instruction": "output", "query": "response"}
 """Columns of a question and of its answer: of alpaca, and of ms-swift."""
 CONTEXT_COLUMNS = ("tools", "system", "history")
@@ -174,17 +173,15 @@ def chat_messages(turns: Any, index: int) -> list[Mapping[str, Any]]:
 def _message(turn: Any, index: int) -> Mapping[str, Any]:
     if not isinstance(turn, Mapping):
         raise InvalidRow(index, f"a turn must be a mapping, not {turn!r}")
-    named = turn.get("from") is not None
-    who, said = (turn["from"], turn.get("value")) if named else (turn.get("role"), turn.get("content"))
+    who, said = first_of(turn, ("from", "role")), first_of(turn, ("value", "content"))
+    kept = {name: value for name, value in turn.items() if name not in ("from", "value")}
     if who in _CALLS:
-        return {"role": "assistant", "content": "", "tool_calls": _tool_calls(said, who, index)}
+        return kept | {"role": "assistant", "content": "", "tool_calls": _tool_calls(said, who, index)}
     role = _ROLES.get(str(who), who)
     if role not in _OWN_ROLES:
         known = ", ".join((*_ROLES, *_CALLS, *_OWN_ROLES))
         raise InvalidRow(index, f"a turn is from {who!r}, but must be from one of {known}: rename the role")
-    if named:
-        return {"role": role, "content": said}
-    return turn if role == who else {**turn, "role": role}
+    return kept | {"role": role, "content": said}
 
 
 def _tool_calls(said: Any, who: str, index: int) -> list[dict[str, Any]]:
@@ -259,7 +256,7 @@ def keys_of_row(raw: Mapping[str, Any], keys: ColumnKeys) -> ColumnKeys:
     >>> keys_of_row({"instruction": "Add.", "input": "2 + 2", "output": "4"}, ColumnKeys())
     ColumnKeys(prompt_key='instruction', messages_key=None, answer_key='output', image_key=None, video_key=None, audio_key=None)
     """
-    if keys.prompt_key or keys.messages_key or any(raw.get(name) is not None for name in _KNOWN_QUESTIONS):
+    if keys.prompt_key or keys.messages_key or any(raw.get(name) is not None for name in QUESTIONS):
         return keys
     for question, answer in _PAIRS.items():
         if isinstance(raw.get(question), str):

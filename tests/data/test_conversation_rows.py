@@ -62,6 +62,15 @@ def test_every_schema_gives_the_same_conversation(schema, tmp_path):
     assert row["data_source"] == ("pets" if schema == "the_cauldron" else "here")
 
 
+@pytest.mark.parametrize(("who", "said"), [("from", "content"), ("role", "value")])
+def test_names_of_roles_and_of_texts_may_be_mixed(who, said):
+    turns = [{who: "human", said: "How many?"}, {who: "gpt", said: "3", "weight": 0}]
+    assert read_conversation_row({"conversations": turns}, 0)["prompt"] == [
+        {"role": "user", "content": "How many?"},
+        {"role": "assistant", "content": "3", "weight": 0},
+    ]
+
+
 def test_a_cauldron_row_is_one_conversation_about_all_its_images():
     texts = [{"user": f"q{i}", "assistant": f"a{i}", "source": "s"} for i in range(3)]
     row = read_conversation_row({"images": [URI, URI], "texts": texts}, 0)
