@@ -19,7 +19,7 @@ from dataproto.collation import Rows, collate_supervised
 from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from rollout.prompts.image_processing import ProcessedMedium
-from rollout.prompts.messages import THOUGHTS, Conversation, Turns, says_something
+from rollout.prompts.messages import THOUGHTS, Conversation, Turns, is_learned, says_something
 from rollout.prompts.prepared_rows import Prompt, row_columns, share_media
 from rollout.prompts.prompt_builder import ANSWER, QUESTION, Piece, PromptBuilder, ids_of
 
@@ -74,10 +74,10 @@ class SupervisedBuilder(PromptBuilder):
         """The tokens of the whole conversation."""
         self.check_content(conversation)
         messages, tools = conversation.messages, conversation.tools
-        speaking = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        speaking = [place for place, message in enumerate(messages) if is_learned(message)]
         if not speaking or not speaking[0]:
             raise InvalidPrompt(
-                "a conversation to learn from must begin with a prompt and contain an answer of the assistant"
+                "a conversation must begin with a prompt and contain an answer of the assistant to learn"
             )
         pieces: list[Piece] = []
         done, begun = "", list[int]()  # the end of the last answer, if what follows begins with it
@@ -100,6 +100,10 @@ class SupervisedBuilder(PromptBuilder):
             pieces += [(answer[:end] + begun, True), (answer[end:], False)]
             done = whole
         pieces.pop()  # the tokens after the last turn are not needed
+        if Conversation(messages[place + 1 :], []).kinds():
+            raise InvalidPrompt(
+                f"media follow the last answer that is learned, message {place}: leave out what follows it"
+            )
         self.check_placeholders(ids_of(pieces), conversation)
         return pieces
 

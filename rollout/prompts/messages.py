@@ -22,6 +22,8 @@ VIDEO_SOUND = "use_audio_in_video"
 MARKERS = re.compile("(" + "|".join(f"<{kind}>" for kind in MEDIA) + ")")
 _SPEAKERS = ("user", "assistant")  # whose messages say something
 _WORDLESS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # instead of content
+_LEARNED = ("weight", "loss", "train")
+"""What says of an answer whether it is learned, as OpenAI, ms-swift and axolotl name it."""
 _KINDS = {name: kind for kind in MEDIA for name in (kind, f"{kind}_url")} | {"input_audio": "audio"}
 _PAYLOADS = ("bytes", "array", *_KINDS, "data", "base64", "url", "path")
 
@@ -241,6 +243,20 @@ def says_something(message: Mapping[str, Any]) -> bool:
     (False, True)
     """
     return bool(message["content"]) or any(_has(message, name) for name in _WORDLESS)
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer to learn. Raises `InvalidPrompt` for a weight that is neither 0 nor 1.
+
+    >>> is_learned({"role": "assistant", "content": "3"}), is_learned({"role": "assistant", "content": "3", "weight": 0})
+    (True, False)
+    """
+    if message["role"] != "assistant":
+        return False
+    told = {name: message[name] for name in _LEARNED if name in message}
+    if wrong := [name for name, value in told.items() if value not in (0, 1)]:
+        raise InvalidPrompt(f"{wrong[0]!r} of a message must be 0 or 1, or true or false, not {message[wrong[0]]!r}")
+    return all(told.values())
 
 
 def _message_head(message: Any) -> dict[str, Any]:

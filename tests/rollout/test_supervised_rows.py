@@ -1,5 +1,6 @@
 import copy
 import io
+import re
 
 import numpy as np
 import pytest
@@ -88,17 +89,36 @@ def test_length_is_counted_from_headers_and_limited():
         builder(length=20).prepare(row)
 
 
+@pytest.mark.parametrize("left_out", [{"weight": 0}, {"loss": False}, {"train": False, "weight": 1}])
+def test_an_answer_that_is_marked_as_not_to_be_learnt_is_context(left_out):
+    whole, marked = (
+        builder()([{"prompt": [TALK[0], {**TALK[1], **mark}, *TALK[2:]], "images": images()}])
+        for mark in ({"weight": 1}, left_out)
+    )
+    assert torch.equal(whole["input_ids"], marked["input_ids"])
+    assert (learnt_text(whole), learnt_text(marked)) == (
+        "one<|im_end|>two and more<|im_end|>",
+        "two and more<|im_end|>",
+    )
+
+
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
         ("only a question", "contain an answer of the assistant"),
         ([{"role": "assistant", "content": "hello"}], "must begin with a prompt"),
+        (
+            [*TALK[:2], {"role": "user", "content": "<image>And now?"}],
+            "media follow the last answer that is learned, message 1",
+        ),
+        ([TALK[0], {**TALK[1], "weight": 0}], "an answer of the assistant to learn"),
+        ([TALK[0], {**TALK[1], "weight": 0.5}], "'weight' of a message must be 0 or 1, or true or false, not 0.5"),
         ([*TALK[:2], {"role": "user", "content": "<|image_pad|>"}, TALK[3]], "which only the chat template may write"),
     ],
 )
 def test_conversations_that_teach_nothing_are_refused(messages, reason):
     with pytest.raises(InvalidRow, match=reason):
-        builder()([{"prompt": messages, "images": images()[:1] if len(messages) == 4 else []}])
+        builder()([{"prompt": messages, "images": images()[: len(re.findall("'image'|<image>", str(messages)))]}])
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_all_turns_only():
