@@ -14,25 +14,9 @@ from recipes.data.row_values import conversation
 from recipes.data.tables import ConvertedRows, Table, TableRows, open_tables
 from recipes.demo.classes import CLASSES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split
+from rollout.prompts.images import is_named_as_image
 from rollout.prompts.sources import media_file, media_list
 
-IMAGES = (
-    ".jpg",
-    ".jpeg",
-    ".jfif",
-    ".png",
-    ".webp",
-    ".bmp",
-    ".gif",
-    ".tif",
-    ".tiff",
-    ".ppm",
-    ".pgm",
-    ".pbm",
-    ".jp2",
-    ".avif",
-)
-"""Endings of the files in folders that are read as images."""
 _SPLITS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
 """Names of the folders to train on, and to test."""
 
@@ -158,7 +142,7 @@ def labelled_data(
 def _has_images(path: Path) -> bool:
     """Whether a path is that of a folder with folders of images."""
     folders = [*path.glob("*/"), *path.glob("*/*/")] if path.is_dir() else []
-    return any(file.suffix.lower() in IMAGES for folder in folders for file in folder.iterdir())
+    return any(is_named_as_image(file) for folder in folders for file in folder.iterdir())
 
 
 def _has_test_split(source: str) -> bool:
@@ -178,7 +162,7 @@ def _pictures_in(path: Path, split: Split) -> list[dict[str, Any]]:
         {"image": file, "label": folder.name.replace("_", " ")}
         for folder in folders
         for file in sorted(folder.iterdir())
-        if file.suffix.lower() in IMAGES
+        if is_named_as_image(file)
     ]
 
 

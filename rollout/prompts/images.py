@@ -85,6 +85,15 @@ def image_size(source: Any, root: Root = None) -> tuple[int, int]:
         return height, width
 
 
+def is_named_as_image(file: Path) -> bool:
+    """Whether a file's name ends as those of a format that is read.
+
+    >>> is_named_as_image(Path("a.JPG")), is_named_as_image(Path("a.txt"))
+    (True, False)
+    """
+    return Image.registered_extensions().get(file.suffix.lower()) in _FORMATS
+
+
 def check_whole(source: Any, root: Root = None) -> None:
     """Raises `InvalidMedia` for a PNG, JPEG or GIF that is cut, as `load_image` does.
 

@@ -64,7 +64,7 @@ def test_a_class_is_left_out_by_the_name_of_its_folder_or_its_label(caltech, nam
 
 def test_folders_may_hold_pictures_of_any_format_that_is_read(tmp_path):
     write_folder(tmp_path, {"stop": 3}, kind="ppm")
-    write_folder(tmp_path, {"yield": 3}, kind="jp2")
+    write_folder(tmp_path, {"yield": 3}, kind="jpe")
     assert len(labelled_data(str(tmp_path), 4, 0, Templates()).train) == 4
 
 
