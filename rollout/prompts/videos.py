@@ -4,6 +4,7 @@ The image processor processes the frames, under the limits for images, so given 
 frames, H and W pixels.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,19 +134,19 @@ def read_video(source: Any, root: Root = None, patch_size: int = 14) -> tuple[np
         check_sizes(options, "a video of given frames")
         frames = _stack(source, root)
     described = {
-        "fps": float(options.get("sample_fps", options.get("fps", DEFAULT_FPS))),
+        "fps": options.get("sample_fps", options.get("fps", DEFAULT_FPS)),
         "frames_indices": list(range(len(frames))),
         "total_num_frames": len(frames),
         "do_sample_frames": False,
         **{name: value for name, value in metadata.items() if value is not None},
     }
-    described["frames_indices"] = [int(index) for index in described["frames_indices"]]
-    if described["fps"] <= 0 or len(described["frames_indices"]) != len(frames):
-        raise InvalidMedia(
-            f"a video of {len(frames)} frames has metadata for {len(described['frames_indices'])} frames at "
-            f"{described['fps']} frames a second"
-        )
-    return frames, described
+    try:
+        fps, indices = float(described["fps"]), [int(index) for index in described["frames_indices"]]
+    except (TypeError, ValueError) as error:
+        raise InvalidMedia(f"a video's fps must be a number, and its frames_indices numbers: {error}") from error
+    if not 0 < fps < math.inf or len(indices) != len(frames):
+        raise InvalidMedia(f"{len(frames)} frames of a video have metadata for {len(indices)} at {fps} frames a second")
+    return frames, described | {"fps": fps, "frames_indices": indices}
 
 
 def _stack(frames: Any, root: Root) -> np.ndarray:

@@ -198,7 +198,10 @@ def test_frames_of_a_file_are_resized_once(patch_size, tmp_path, monkeypatch):
         (np.zeros((2, 4, 4, 3), dtype=np.float32), "float32"),
         ([Image.new("RGB", (4, 4)), Image.new("RGB", (8, 4))], "differ in size"),
         ((frames(2), {"fps": 0.0}), "0.0 frames a second"),
-        ((frames(2), {"frames_indices": [0]}), "2 frames has metadata for 1"),
+        ((frames(2), {"fps": float("nan")}), "nan frames a second"),
+        ({"video": frames(2), "fps": "2 a second"}, "fps must be a number"),
+        ((frames(2), {"frames_indices": 2}), "frames_indices numbers"),
+        ((frames(2), {"frames_indices": [0]}), "2 frames of a video have metadata for 1"),
     ],
 )
 def test_bad_videos_are_refused(source, says):
