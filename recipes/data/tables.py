@@ -21,6 +21,7 @@ from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, Inv
 from recipes.data.column_keys import KNOWN, ColumnKeys
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+_CONVERT = "convert it by datasets: load_from_disk(...) or load_dataset('csv', data_files=...), then .to_parquet('train.parquet')"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _WHO = {"role", "from"}  # names of which a message has one
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -404,9 +405,9 @@ def _files(path: Path, split: str) -> list[Path]:
     files = [file for file in found if re.match(rf"{re.escape(split)}(\W|_|$)", file.stem)]
     if not files:
         names = ", ".join(file.name for file in found[:10]) or "no parquet or JSON file"
-        if split == "test":
-            names += ": give --eval-data-path, or one file as --data-path, whose last rows are then held out"
-        raise InvalidConfig(f"{path} has no file of the split {split!r}; it has {names}")
+        held_out = "give --eval-data-path, or one file as --data-path, whose last rows are then held out"
+        way_out = held_out if split == "test" else f"name one file, or if it is of another kind, {_CONVERT}"
+        raise InvalidConfig(f"{path} has no file of the split {split!r}; it has {names}: {way_out}")
     return files
 
 
@@ -415,7 +416,7 @@ def _read_file(file: Path) -> Any:
     from pyarrow.parquet import read_metadata
 
     if file.suffix not in READERS:
-        raise InvalidConfig(f"{file}: names of data files must end in {', '.join(READERS)}")
+        raise InvalidConfig(f"{file}: names of data files must end in {', '.join(READERS)}: {_CONVERT}")
     if READERS[file.suffix] == "json":
         return _json_rows(file)
     try:

@@ -5,7 +5,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets import Dataset, load_dataset, load_dataset_builder
+from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder
 from datasets.utils import are_progress_bars_disabled
 
 from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
@@ -140,8 +140,15 @@ def test_loading_errors_are_one_line(tmp_path):
     with pytest.raises(InvalidConfig, match="no such file or folder"):
         load_rows("gone.parquet")
     (tmp_path / "a.csv").write_text("problem,answer\n")
-    with pytest.raises(InvalidConfig, match=r"must end in \.parquet"):
+    with pytest.raises(
+        InvalidConfig, match=r"must end in \.parquet, .* convert it by datasets: .* load_dataset\('csv'"
+    ):
         load_rows(tmp_path / "a.csv")
+    saved = Dataset.from_dict({"problem": ["Find x."], "answer": ["9"]})
+    for name, rows in (("saved", saved), ("splits", DatasetDict(train=saved))):
+        rows.save_to_disk(str(tmp_path / name))
+        with pytest.raises(InvalidConfig, match=r"no file of the split 'train'; .*load_from_disk.*to_parquet"):
+            load_rows(tmp_path / name)
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidConfig, match="no parquet or JSON file"):
         load_rows(tmp_path / "empty")
