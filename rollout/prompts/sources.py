@@ -110,7 +110,7 @@ def _data_uri(uri: str, kind: str) -> bytes:
     if not comma or not header.endswith(";base64"):
         raise InvalidMedia(f"{kind} {described(uri)}: only data URIs with base64 content are read")
     try:
-        return base64.b64decode(payload, validate=True)
+        return base64.b64decode("".join(payload.split()), validate=True)
     except binascii.Error as error:
         raise InvalidMedia(f"{kind} {described(uri)}: its base64 content is broken: {error}") from error
 

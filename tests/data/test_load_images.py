@@ -43,6 +43,7 @@ def test_every_source_gives_the_same_picture(tmp_path):
         str(path),
         path.as_uri(),
         uri,
+        "data:image/png;base64," + base64.encodebytes(data).decode(),
         {"bytes": data, "path": None},
         {"bytes": None, "path": str(path)},
         {"bytes": data, "path": "gone.png"},
