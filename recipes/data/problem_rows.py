@@ -95,10 +95,8 @@ def read_row(
     prompt = raw.get("prompt") if messages is None else messages
     if not any(media.values()) and isinstance(asked := problem if prompt is None else prompt, str):
         row_values.check_question(asked, index)  # before the instruction is added
-    if prompt is None and isinstance(problem, str):
-        prompt = [{"role": "user", "content": row_values.instructed(problem, instruction)}]
-    if prompt is None and isinstance(problem, row_values.LISTS):
-        prompt = problem
+    if prompt is None and isinstance(problem, (str, *row_values.LISTS)):
+        prompt = row_values.instructed(problem, instruction) if isinstance(problem, str) else problem
     if prompt is None:
         lacking = f"no 'prompt', 'messages' or 'problem' among its columns {sorted(raw)}"
         way_out = "name that of the question by --prompt-key, or --messages-key"

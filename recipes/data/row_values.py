@@ -54,16 +54,21 @@ def known_row(
     """
     keys = keys_of_row(raw, keys)
     row = parsed_row(keys.rename(whole_question(raw, keys), index), index)
-    return row, keys, row_media(row)
+    return row, keys, row_media(row, index)
 
 
-def row_media(raw: Mapping[str, Any]) -> dict[str, list[Any]]:
+def row_media(raw: Mapping[str, Any], index: int) -> dict[str, list[Any]]:
     """The media of a row by their kinds: of each kind those in its column of several, a list or one medium, or, if that is
     missing, in that of one: there a list is several images or sounds, but the frames of one video.
+
+    Raises:
+        InvalidRow: both columns have media.
     """
     found = {}
     for kind, column in MEDIA.items():
         one, several = raw.get(kind), media_list(raw.get(column))
+        if several and media_list(one):
+            raise InvalidRow(index, f"both {kind!r} and {column!r} have {column}: name the one to read by --{kind}-key")
         found[kind] = several or ([one] if kind == "video" and one is not None else media_list(one))
     return found
 
@@ -95,8 +100,9 @@ def check_question(content: Any, index: int) -> None:
 def check_answerable(prompt: Sequence[Mapping[str, Any]], index: int) -> None:
     """Raises `InvalidRow` for a question that ends with a message of the assistant, as a beginning of the answer does."""
     if prompt and prompt[-1].get("role") == "assistant":
-        reason = "the question ends with a message of the assistant, so no answer can follow it: leave it out"
-        raise InvalidRow(index, reason)
+        raise InvalidRow(
+            index, "the prompt ends with a message of the assistant, which no answer can follow: leave it out"
+        )
 
 
 def first_of(raw: Mapping[str, Any], names: Iterable[str]) -> Any:
@@ -206,8 +212,7 @@ def plain_answer(answer: Any) -> Any:
     """
     items = list(answer) if isinstance(answer, LISTS) else [answer]
     if len(items) == 1 and isinstance(items[0], Mapping) and _is_turn(items[0]):
-        answer = items[0].get("content" if "role" in items[0] else "value")
-        items = list(answer) if isinstance(answer, LISTS) else [answer]
+        return plain_answer(items[0].get("content" if "role" in items[0] else "value"))
     if items and all(isinstance(item, Mapping) and item.get("type") == "text" for item in items):
         return "".join(str(item.get("text") or "") for item in items)
     if isinstance(answer, datetime) and answer.time() == datetime.min.time():

@@ -33,7 +33,7 @@ def write(path, *rows):
 
 def test_no_answer_is_shown_in_the_question():
     """An answer there would be sampled after; in ``messages`` it is the truth."""
-    ends = "row 4: the question ends with a message of the assistant"
+    ends = "row 4: the prompt ends with a message of the assistant"
     with pytest.raises(InvalidRow, match=ends):
         read_row({"prompt": [*ASKED, SAID], "answer": "3", "images": ["a.png"]}, 4)
     with pytest.raises(InvalidRow, match=ends):
@@ -44,6 +44,15 @@ def test_no_answer_is_shown_in_the_question():
 def test_a_problem_may_be_messages():
     row = read_row({"problem": ASKED, "answer": 3, "images": ["a.png"]}, 0)
     assert (row["prompt"], row["reward_model"]["ground_truth"]) == (ASKED, 3)
+
+
+@pytest.mark.parametrize("read", [read_row, read_conversation_row])
+def test_pictures_in_two_columns_are_not_left_out_in_silence(read):
+    row = {"prompt": "<image>How many?", "answer": "3", "images": ["a.png"], "image": "b.png"}
+    with pytest.raises(InvalidRow, match=r"row 2: both 'image' and 'images' have images: name .* by --image-key"):
+        read(row, 2)
+    assert read(row, 2, keys=ColumnKeys(image_key="image"))["images"] == ["b.png"]
+    assert read(row | {"image": None}, 2)["images"] == ["a.png"]
 
 
 # Truths
