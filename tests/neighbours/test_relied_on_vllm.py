@@ -1,6 +1,7 @@
 """What we take from vLLM's private parts; see docs/neighbours.md."""
 
 import inspect
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,23 @@ def test_the_scheduler_asks_every_request_for_images_and_blocks():
     assert given[:3] == ["self", "request", "num_new_tokens"]
     assert "num_lookahead_tokens" in given
     assert "empty_kv_cache_blocks" in inspect.getsource(KVCacheManager)
+
+
+@relied_on("vllm", TRIED, "`rollout.vllm.scheduler` begins first samples first and plans for models with states.")
+def test_what_waits_is_a_queue_and_groups_of_states_are_known():
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    assert issubclass(FCFSRequestQueue, deque)
+    made = inspect.getsource(Scheduler.__init__)
+    assert all(
+        f"self.{name} =" in made for name in ("has_mamba_layers", "needs_kv_cache_zeroing", "num_lookahead_tokens")
+    )
+    assert "take_new_block_ids" in vars(KVCacheManager)
+    assert "self.num_speculative_blocks" in inspect.getsource(MambaManager.__init__)
+    assert "don't schedule it in the current step" in inspect.getsource(MambaManager)
 
 
 @relied_on("vllm", TRIED, "`rollout.vllm.scheduler` uses the plan of a step again in which each row decodes a token.")
