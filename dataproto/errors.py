@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 
 class DataProtoError(Exception):
     """The root: ``except DataProtoError`` catches every error that this library raises on purpose."""
@@ -153,19 +155,32 @@ WAY_OUT = "; make room or lift the limit there, and continue with --resume, or c
 
 
 @contextlib.contextmanager
-def writing(path: Path, draft: Path | None = None) -> Iterator[None]:
+def writing(path: Path, draft: Path | None = None, way_out: str = WAY_OUT) -> Iterator[None]:
     """A block that writes a file: names the file if the system does not let it, and removes its ``draft`` then.
 
     Raises:
-        FileNotWritten: the block raised an `OSError`.
+        FileNotWritten: the block raised an `OSError`, or what safetensors raises in its place.
     """
     try:
         yield
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         if draft is not None:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
-        raise FileNotWritten(f"{path} could not be written: {error.strerror or error}{WAY_OUT}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise FileNotWritten(f"{path} could not be written: {reason}{way_out}") from error
+
+
+def replace_file(path: Path, content: bytes) -> Path:
+    """Writes a whole file in the place of what was there, or nothing, and returns its path.
+
+    Raises:
+        FileNotWritten: the folder does not exist, or the disk is full, say.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    with writing(path, temporary):
+        temporary.write_bytes(content)
+        return temporary.replace(path)
 
 
 def raise_first(errors: Sequence[BaseException]) -> None:

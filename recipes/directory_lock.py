@@ -71,6 +71,7 @@ def _other_holder(descriptor: int, file: Path) -> str | None:
         print(f"no lock in {file.parent} ({error.strerror}): start one process there at a time", file=sys.stderr)
     if not os.fstat(descriptor).st_nlink:
         return "another process"
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}".encode())
+    with contextlib.suppress(OSError):  # a full disk: what the process writes next tells its file
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}".encode())
     return None

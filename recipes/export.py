@@ -12,13 +12,15 @@ import torch
 from transformers import AutoConfig, AutoProcessor
 from transformers.utils.logging import disable_progress_bar
 
-from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto.errors import CheckpointError, InvalidConfig, undoing, writing
 from dataproto.vlm import family_of
 from recipes.configs.export_config import ModelExportConfig, parse
 from recipes.directory_lock import locked
 from recipes.options import exit_status, write_options
 from workers.roles.critic import HEAD_FILE
 from workers.weights.sharded_export import copy_weights
+
+WAY_OUT = "; make room there, or choose another output"
 
 
 def export_model(config: ModelExportConfig) -> Path:
@@ -29,6 +31,7 @@ def export_model(config: ModelExportConfig) -> Path:
     Raises:
         CheckpointError: the checkpoint is missing or incomplete.
         InvalidConfig: the output exists already, or another process writes it.
+        FileNotWritten: the disk is full, say; nothing is left then.
     """
     actor = config.checkpoint / "actor" if (config.checkpoint / "actor").is_dir() else config.checkpoint
     source = actor / "huggingface"
@@ -40,15 +43,16 @@ def export_model(config: ModelExportConfig) -> Path:
         model_config, dtype = AutoConfig.from_pretrained(source), getattr(torch, config.dtype)
         draft = config.output.with_name(f".{config.output.name}.partial")  # so that the model is whole or not there
         shutil.rmtree(draft, ignore_errors=True)
-        copy_weights(str(source), family_of(model_config), draft, dtype, headless=(source / HEAD_FILE).exists())
-        model_config.update({"dtype": dtype})
-        model_config.save_pretrained(draft)
-        # tokenizer, processors, chat template, generation settings, the head of a reward model
-        for file in source.iterdir():
-            if not file.match("model*.safetensors*") and not (draft / file.name).exists():
-                shutil.copy2(file, draft / file.name)
-        write_options(draft, config)
-        draft.rename(config.output)
+        with undoing(lambda: shutil.rmtree(draft, ignore_errors=True)), writing(config.output, way_out=WAY_OUT):
+            copy_weights(str(source), family_of(model_config), draft, dtype, headless=(source / HEAD_FILE).exists())
+            model_config.update({"dtype": dtype})
+            model_config.save_pretrained(draft)
+            # tokenizer, processors, chat template, generation settings, the head of a reward model
+            for file in source.iterdir():
+                if not file.match("model*.safetensors*") and not (draft / file.name).exists():
+                    shutil.copy2(file, draft / file.name)
+            write_options(draft, config)
+            draft.rename(config.output)
     return config.output
 
 

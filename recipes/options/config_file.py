@@ -9,7 +9,7 @@ from typing import Any, ClassVar, get_args, get_origin
 
 import yaml
 
-from dataproto.errors import InvalidConfig, writing
+from dataproto.errors import InvalidConfig, replace_file
 from recipes.options.names import ENDED, own_name
 from recipes.options.option_table import Option, options_of, spelled_value
 
@@ -67,10 +67,7 @@ def settings_line(config: Any) -> str:
 
 def write_options(directory: Path, config: Any) -> Path:
     """Writes ``config.yaml``, the options of a configuration, into a directory, and returns the file's path."""
-    path = directory / OPTIONS_FILE
-    with writing(path):
-        path.write_text(config_as_yaml(config), encoding="utf-8")
-    return path
+    return replace_file(directory / OPTIONS_FILE, config_as_yaml(config).encode())
 
 
 def config_as_yaml(config: Any) -> str:

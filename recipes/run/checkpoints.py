@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from dataproto import DataProto
-from dataproto.errors import CheckpointError, writing
+from dataproto.errors import CheckpointError, replace_file, writing
 from recipes.configs.shared.run_config import RunConfig
 from recipes.run.evaluation import BestStep
 from rollout.prompts import PromptBuilder
@@ -105,8 +105,7 @@ class Checkpoints:
                     self.builder.save_pretrained(directory / "actor" / "huggingface")
             encoded = io.BytesIO()  # a full disk then is an `OSError`, not one of torch's own
             torch.save(saved, encoded)
-            with writing(directory / STATE_FILE):
-                (directory / STATE_FILE).write_bytes(encoded.getvalue())
+            replace_file(directory / STATE_FILE, encoded.getvalue())
             if self.run.save_in_background:
                 self._open, self._writing = stack.pop_all(), True
 
@@ -127,9 +126,7 @@ class Checkpoints:
         """Names the best step and deletes old checkpoints, now that the new one is complete."""
         if kind is None:
             if self._best["step"] is not None:
-                draft = self.root / f".{BEST_FILE}"
-                write_json(draft, self._best)
-                draft.replace(self.root / BEST_FILE)
+                write_json(self.root / BEST_FILE, self._best)
             prune_checkpoints(self.root, self.run.keep_checkpoints, self._best["step"])
 
     def _check_written(self, directory: Path, kind: type[BaseException] | None, *_: object) -> None:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dataproto import DataProto
+from dataproto.errors import replace_file
 from recipes.watch.rollout_files import (
     FOLDER,
     TRAINING,
     Row,
     pictures_of,
     prompt_text,
-    replace_file,
     reward_parts,
     rows_file,
     saved_media,

@@ -31,11 +31,10 @@ def truncate_after(path: str | Path, step: int) -> None:
     path = Path(path)
     kept = [row for row in read_metrics(path) if row["step"] <= step]
     replacement = path.with_name(path.name + ".tmp")
-    with writing(path, replacement):
-        with replacement.open("wb") as file:
-            file.writelines(_line(row) for row in kept)
-            file.flush()
-            os.fsync(file.fileno())
+    with writing(path, replacement), replacement.open("wb") as file:
+        file.writelines(_line(row) for row in kept)
+        file.flush()
+        os.fsync(file.fileno())
         replacement.replace(path)
 
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from PIL import Image
 from rich.markup import escape
 
-from recipes.watch.rollout_files import replace_file
+from dataproto.errors import replace_file
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_TEXT = 4000

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from dataproto.columns import COLUMNS
-from dataproto.errors import FileFormatError, writing
+from dataproto.errors import FileFormatError, replace_file
 from rollout.prompts.messages import MARKERS
 
 if TYPE_CHECKING:
@@ -156,18 +156,6 @@ def save_rollouts(directory: str | Path, step: int, rows: Iterable[RolloutSample
         for sample in rows
     ]
     return replace_file(answers_file(directory, step), "".join(json.dumps(each) + "\n" for each in fields).encode())
-
-
-def replace_file(path: Path, content: bytes) -> Path:
-    """Writes a whole file in the place of what was there, or nothing, and returns its path.
-
-    Raises:
-        FileNotWritten: the folder does not exist, or the disk is full, say.
-    """
-    temporary = path.with_name(f"{path.name}.tmp")
-    with writing(path, temporary):
-        temporary.write_bytes(content)
-        return temporary.replace(path)
 
 
 def answers_file(directory: str | Path, step: int) -> Path:

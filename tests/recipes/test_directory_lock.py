@@ -15,6 +15,7 @@ import pytest
 
 from dataproto.errors import FileNotWritten, InvalidConfig
 from dataproto_server.command import Supervisor
+from helpers.file_limits import files_of_at_most
 from recipes import (
     classify,
     directory_lock,
@@ -111,6 +112,14 @@ def test_other_commands_that_fill_a_directory_keep_a_second_one_out(
             assert export_main([str(tmp_path / "step"), str(out)]) == 2
             assert message in capsys.readouterr().err
     assert out.exists() == (name == "serve")
+
+
+def test_a_full_disk_leaves_the_lock_without_a_name(tmp_path: Path) -> None:
+    """What the process writes next tells which file it is."""
+    refused = pytest.raises(InvalidConfig, match="in use by another process")
+    with files_of_at_most(0), locked(tmp_path), refused, locked(tmp_path):
+        pass
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
 @pytest.mark.slow

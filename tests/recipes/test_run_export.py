@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from helpers.checkpoints import write_checkpoint
+from helpers.file_limits import files_of_at_most
 from helpers.geo3k_files import drawing
 from recipes import export
 from recipes.configs.export_config import ModelExportConfig, parse
@@ -68,6 +69,16 @@ def test_an_export_says_how_its_processor_is_loaded(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(export.AutoProcessor, "from_pretrained", lambda path: path)
     assert export.how_to_load(tmp_path) == "processor: AutoProcessor loads it"
+
+
+def test_an_export_to_a_full_disk_names_the_way_out_and_leaves_nothing(tmp_path, capsys):
+    write_checkpoint("qwen2_5_vl", tmp_path / "run" / "actor" / "huggingface")
+    with files_of_at_most(100 * 1024):
+        assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert re.search(
+        r"out could not be written: .*too large.*; make room there, or choose another output\n", capsys.readouterr().err
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):

@@ -1,8 +1,7 @@
 """A run whose files cannot be written ends with the name of the file and the way out, and damages nothing."""
 
 import re
-import resource
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from PIL import Image
 
 from dataproto.errors import FileNotWritten, InvalidConfig
 from helpers.checkpoints import write_checkpoint
+from helpers.file_limits import files_of_at_most
 from helpers.kept_runs import scored_batch
 from recipes.commands import main
 from recipes.configs.shared.run_config import RunConfig
@@ -22,17 +22,6 @@ from recipes.watch.rollout_files import RolloutSample, save_image, save_rollouts
 from workers.training.checkpoint import write_json
 
 SAYS = r"could not be written: File too large; make room .*--resume"
-
-
-@contextmanager
-def files_of_at_most(size):
-    """Lets this process write files of ``size`` bytes; Python ignores the signal, so that a write fails as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def without_pictures():
@@ -58,6 +47,15 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_no_draft(name, tmp_pa
     with files_of_at_most(64), pytest.raises(FileNotWritten, match=rf"{name} {SAYS}"):
         WRITERS[name](tmp_path)
     assert [path.name for path in tmp_path.rglob("*.tmp")] == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl.json", "config.yaml"])
+def test_a_file_that_cannot_be_written_again_stays_as_it_was(name, tmp_path):
+    """Without its settings a run could not be resumed when there is room again."""
+    (tmp_path / name).write_text("earlier")
+    with files_of_at_most(64), pytest.raises(FileNotWritten):
+        WRITERS[name](tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "earlier")]
 
 
 def test_a_row_of_metrics_is_written_whole_or_not_at_all(tmp_path):

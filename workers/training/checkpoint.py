@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_map_only
 
-from dataproto.errors import WAY_OUT, CheckpointError, ending, raise_first, writing
+from dataproto.errors import WAY_OUT, CheckpointError, ending, raise_first, replace_file
 from dataproto.planning import split_by_size
 from workers.model.lora import base_name
 from workers.model.packed_model import PackedVLM
@@ -317,9 +317,8 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes plain values; others, such as paths, as their text."""
-    with writing(path):
-        path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    """Writes plain values, and others, such as paths, as their text; in the place of an earlier file only if all is written."""
+    replace_file(path, (json.dumps(value, indent=2, default=str) + "\n").encode())
 
 
 def _flush(directory: Path) -> None:
