@@ -186,8 +186,8 @@ class PromptLoader:
         for name in ("seed", "shuffle", "rows", "weights"):
             if state.get(name) != own[name]:
                 raise CheckpointError(
-                    f"the data position was saved with {name}={state.get(name)}, not {own[name]}: resume with the data of the "
-                    "run, of which eval-rows and eval-data-path may hold out rows, or begin a new run from its weights"
+                    f"the data position was saved with {name}={state.get(name)}, not {own[name]}: resume with seed and data of "
+                    "the run, of which eval-rows and eval-data-path may hold out rows, or begin a new run from its weights"
                 )
         self.drawn = int(state["drawn"])
         self.skipped = {int(index): str(reason) for index, reason in state["skipped"]}

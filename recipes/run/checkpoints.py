@@ -167,9 +167,12 @@ def restore(
     saved = _read_state(directory / STATE_FILE)
     if saved.get("step") != step:
         raise CheckpointError(f"{directory / STATE_FILE} is of step {saved.get('step')}, not of step {step}")
-    roles.actor.load(directory / "actor")
-    if roles.has("critic"):
-        roles.critic.load(directory / "critic")
+    try:
+        roles.actor.load(directory / "actor")
+        if roles.has("critic"):
+            roles.critic.load(directory / "critic")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; if it is damaged, delete {directory} to resume from an earlier one") from error
     roles.sync_weights()
     loader.load_state_dict(saved["loader"])
     if state is not None:
@@ -191,7 +194,7 @@ def _read_state(file: Path) -> Mapping[str, Any]:
     try:
         state: Mapping[str, Any] = torch.load(file, weights_only=True)
     except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
         raise CheckpointError(
             f"{file} cannot be read: {reason}; delete {file.parent} to resume from the checkpoint before it"
         ) from error

@@ -3,8 +3,10 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dataproto.errors import CheckpointError, DataProtoError, FileNotWritten, InvalidConfig
 from recipes import classify, geo3k_grpo, geo3k_ppo, grpo, sft
@@ -19,6 +21,7 @@ from recipes.run.checkpoints import STATE_FILE, restore
 from recipes.run.run_directory import RecordedRun, open_run_directory, over_epochs, with_function
 from recipes.sft import SFTConfig
 from workers.ranks.layout import Layout
+from workers.training.checkpoint import read_state
 from workers.training.optimizer import OptimizerConfig, learning_rate_factor
 
 
@@ -293,6 +296,18 @@ def test_a_damaged_state_of_a_run_is_named_with_the_way_out(tmp_path, content):
     (tmp_path / "global_step_4" / STATE_FILE).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"trainer\.pt cannot be read: .*; delete .*global_step_4 to resume"):
         restore(RunConfig(output_dir=tmp_path), None, None, None)
+
+
+def test_a_damaged_state_of_a_model_is_named_with_the_way_out(tmp_path):
+    actor = tmp_path / "global_step_4" / "actor"
+    (actor / "training").mkdir(parents=True)
+    (actor / "training" / ".metadata").write_bytes(b"cut")
+    torch.save({"step": 4}, tmp_path / "global_step_4" / STATE_FILE)
+    roles = SimpleNamespace(actor=SimpleNamespace(load=lambda directory: read_state({}, directory / "training")))
+    with pytest.raises(
+        CheckpointError, match=r"actor/training .* damaged: .*; if it .*, delete .*global_step_4 to resume"
+    ):
+        restore(RunConfig(output_dir=tmp_path), roles, None, None)
 
 
 def test_a_directory_that_cannot_be_made_is_named_with_the_way_out(tmp_path):
