@@ -232,7 +232,7 @@ def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "ski
     """The rows whose prompts fit into ``builder.max_prompt_length`` tokens, and the places of the others.
 
     Image tokens are counted from the headers of the images, without decoding pixels. Rows whose length cannot be determined are
-    kept with ``on_bad_row="skip"``, so that the loader skips them.
+    kept with ``on_bad_row="skip"``, so that the loader skips them; how many they are is printed.
 
     Raises:
         InvalidConfig: no prompt fits.
@@ -241,22 +241,23 @@ def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "ski
     """
     kept: list[int] = []
     dropped: list[int] = []
+    first: InvalidRow | None = None
     unknown = 0
     for place in range(len(rows)):
-        fits = True
+        row, fits = dict[str, Any](), True
         try:
-            fits = builder.prompt_length(rows[place]) <= builder.max_prompt_length
-        except DataProtoError:
+            row = rows[place]
+            fits = builder.prompt_length(row) <= builder.max_prompt_length
+        except DataProtoError as error:
             if on_bad_row == "stop":
                 check_row(rows, place, builder)
+            first = first or (error if isinstance(error, InvalidRow) else invalid_row(row, place, str(error)))
             unknown += 1
         (kept if fits else dropped).append(place)
-    if 0 < unknown == len(rows):
-        try:
-            check_row(rows, 0, builder)
-        except InvalidRow as error:
-            reason = error.reason.removesuffix(f" {WAY_OUT}")
-            raise InvalidRow(error.index, f"{reason}; none of the {len(rows)} rows can be used") from error
+    if first is not None:
+        if unknown == len(rows):
+            raise InvalidRow(first.index, f"{first.reason}; none of the {len(rows)} rows can be used")
+        print(f"{unknown} of {len(rows)} rows cannot be used and are skipped; the first is {first}")
     if not kept:
         raise InvalidConfig(f"all {len(rows)} prompts are longer than {builder.limit_name}={builder.max_prompt_length}")
     return Subset(rows, kept), dropped

@@ -295,6 +295,13 @@ def test_a_row_that_cannot_be_read_stops_a_run_before_it_begins():
     assert len(drop_overlong(rows(4), tiny_builder(), on_bad_row="stop")[0]) == 4
 
 
+def test_a_run_says_at_its_start_how_many_rows_it_will_skip(capsys):
+    """Only a metric counted them, as they came."""
+    kept, dropped = drop_overlong(rows(4, bad={2, 3}), tiny_builder(), on_bad_row="skip")
+    assert (len(kept), dropped) == (4, [])
+    assert "2 of 4 rows cannot be used and are skipped; the first is row 2: image (6 bytes)" in capsys.readouterr().out
+
+
 def test_a_picture_whose_file_is_cut_is_a_bad_row_before_and_in_the_run():
     """Its header is good, so that it was found when it was drawn."""
     buffer = io.BytesIO()
