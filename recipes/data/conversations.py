@@ -21,7 +21,7 @@ from recipes.data import row_values
 from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
 from recipes.data.tables import ConvertedRows, open_rows, open_stream
 from rollout.prompts import invalid_row
-from rollout.prompts.messages import with_markers
+from rollout.prompts.messages import as_parts, with_markers
 
 _QUESTIONS = ("messages", "conversations", "texts", "prompt")
 _ANSWERS = ("completion", "response", "answer")
@@ -113,7 +113,6 @@ def _question(row: Mapping[str, Any], place: int) -> dict[str, Any]:
     if not row["prompt"] or row["prompt"][-1].get("role") != "assistant":
         raise invalid_row(row, place, "the conversation must end with an answer")
     *asked, answer = row["prompt"]
-    truth = answer.get("content")
-    if not isinstance(truth, str):
-        truth = "".join(part.get("text") or "" for part in ([] if truth is None else truth))
+    said = answer.get("content")
+    truth = "".join(part.get("text") or "" for part in as_parts("" if said is None else said))
     return {**row, "prompt": asked, "reward_model": {"style": "exact", "ground_truth": truth.strip()}}

@@ -34,7 +34,8 @@ INSTRUCTION = (
 _QUESTIONS = ("prompt", "messages", "conversations", "problem")
 _ANSWERS = ("answer", "solution", "ground_truth")
 _OTHERS = ("data_source", "ability", "reward_model", "extra_info", *row_values.CONTEXT_COLUMNS)
-PROBLEM_COLUMNS = (*_QUESTIONS, *row_values.MEDIA_COLUMNS, *_ANSWERS, *_OTHERS)
+_READ = (*_QUESTIONS, *row_values.MEDIA_COLUMNS, *_ANSWERS)
+PROBLEM_COLUMNS = (*_READ, *_OTHERS)
 """The columns that `read_row` knows; rewards get all the others too."""
 
 CheckTruth = Callable[[Any], None]
@@ -113,9 +114,7 @@ def read_row(
     row_values.check_answerable(prompt, index)
     truth = _truth(raw, answer, index, check_truth)
     extra = {"split": split, "index": index, "answer": row_values.plain_answer(answer), "question": problem}
-    extra |= {
-        name: value for name, value in raw.items() if name not in (*_QUESTIONS, *row_values.MEDIA_COLUMNS, *_ANSWERS)
-    }
+    extra |= {name: value for name, value in raw.items() if name not in _READ}
     return row_values.shown_columns(prompt, raw, media, index, data_source) | {
         "ability": raw.get("ability") or "math",
         "reward_model": truth,
@@ -127,9 +126,9 @@ def read_row(
 
 def _truth(raw: Mapping[str, Any], answer: Any, index: int, check_truth: CheckTruth | None) -> dict[str, Any]:
     """The row's ``reward_model``, or one with its answer. Raises `InvalidRow` if ``check_truth`` refuses it."""
-    truth = dict(raw.get("reward_model") or {"style": "rule", "ground_truth": answer})
-    if "ground_truth" in truth:
-        truth["ground_truth"] = row_values.plain_answer(truth["ground_truth"])
+    own = raw.get("reward_model") or {"style": "rule"}
+    found = own.get("ground_truth")
+    truth = {**own, "ground_truth": row_values.plain_answer(answer if found is None else found)}
     if check_truth is not None:
         try:
             check_truth(truth.get("ground_truth"))
