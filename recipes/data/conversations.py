@@ -90,7 +90,7 @@ def answer_messages(answer: Any, index: int) -> list[Mapping[str, Any]]:
 def _cauldron_messages(texts: Any, index: int, media: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     """The messages of a row; all of its media come before the first question."""
     messages = []
-    for number, turn in enumerate(texts):
+    for number, turn in enumerate(texts if isinstance(texts, row_values.LISTS) else [texts]):
         if not isinstance(turn, Mapping) or not all(isinstance(turn.get(who), str) for who in ("user", "assistant")):
             raise InvalidRow(index, f"texts[{number}] lacks a 'user' or an 'assistant': {turn!r}")
         question = with_markers(turn["user"].strip(), {} if number else media)

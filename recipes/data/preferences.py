@@ -94,7 +94,7 @@ def _answered(raw: Mapping[str, Any], index: int) -> tuple[Any, Answers, tuple[b
         raise InvalidRow(index, why_lacking(raw, ("chosen", "rejected"), f"{lacking}, in {sorted(raw)}"))
     answer = row_values.first_of(raw, ("completion", "response", "answer"))
     if answer is None and not isinstance(asked, str):
-        *asked, answer = row_values.chat_messages(asked, index)
+        *asked, answer = row_values.chat_messages(asked, index) or [{}]
     if answer is None or not asked:
         raise InvalidRow(index, f"no answer that the label is about, among its columns {sorted(raw)}")
     meanings = {_MEANINGS.get(str(raw[name]).strip().lower()) for name in _LABELS if raw.get(name) is not None}

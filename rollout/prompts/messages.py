@@ -308,7 +308,7 @@ def _content(content: Any, found: list[tuple[str, Any]]) -> str | list[dict[str,
 
 
 def _part(part: Any, found: list[tuple[str, Any]]) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = str(part.get("type")) if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if kind not in _KINDS:

@@ -85,6 +85,7 @@ def test_a_cauldron_row_is_one_conversation_about_all_its_images():
         ({"texts": [{"user": "x"}], "images": []}, r"texts\[0\] lacks"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "from 'robot'"),
         ({"messages": ["hi"]}, "a turn must be a mapping"),
+        ({"texts": 5}, r"texts\[0\] lacks a 'user' or an 'assistant': 5"),
         ({"prompt": "x", "answer": [2, 3]}, r"the answer must be text, a number or messages, not \[2, 3\]"),
     ],
 )

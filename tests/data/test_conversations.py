@@ -84,6 +84,7 @@ def test_media_go_back_into_their_parts():
         (["x"], [], "'role' and 'content'"),
         ([{"role": "user", "content": [{"type": "smell"}]}], [], "text, image, video or audio"),
         ([{"role": "user", "content": ["x"]}], [], "text, image, video or audio"),
+        ([{"role": "user", "content": [{"type": ["text"]}]}], [], "text, image, video or audio"),
         ([{"role": "user", "content": [{"type": "text"}]}], [], "text, image, video or audio"),
     ],
 )

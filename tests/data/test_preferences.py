@@ -147,6 +147,7 @@ def test_the_length_is_that_of_the_longest_answer(builder: AnswersBuilder) -> No
         ({"prompt": QUESTION, "chosen": "red"}, "'chosen' has no partner"),
         ({"prompt": QUESTION, "chosen": None, "rejected": "red"}, "'rejected' has no partner"),
         ({"prompt": QUESTION, "label": True}, "no answer that the label is about"),
+        ({"messages": [], "label": True}, "no answer that the label is about"),
         ({"prompt": QUESTION, "completion": "red", "label": True, "kto_tag": "0"}, "'label' and 'kto_tag' contradict"),
         ({"prompt": QUESTION, "chosen": "red", "rejected": "<image>"}, "'rejected' has a marker or a part of a medium"),
         ({"prompt": "?", "answer": [{"type": "image"}], "label": True}, "'answer' has a marker .*: move it there"),
