@@ -186,10 +186,8 @@ def check_columns(wanted: Mapping[str, str], tables: Sequence[Any], source: str)
                 break
         for option, column in wanted.items():
             if column not in present:
-                known = ", ".join(present)
-                raise InvalidConfig(
-                    f"--{option.replace('_', '-')} {column}: {source} has no such column; it has {known}"
-                )
+                named = f"--{option.replace('_', '-')} {column}"
+                raise InvalidConfig(f"{named}: {source} has no such column; it has {', '.join(present)}")
 
 
 def why_lacking(raw: Mapping[str, Any], names: Sequence[str], otherwise: str) -> str:

@@ -285,10 +285,9 @@ def check_row(rows: Any, place: int, builder: PromptBuilder) -> None:
     try:
         row = rows[place]
         builder.check_length(builder.prompt_length(row))
-    except InvalidRow as error:
-        raise InvalidRow(error.index, f"{error.reason.removesuffix(f' {WAY_OUT}')} {WAY_OUT}") from error
     except DataProtoError as error:
-        raise invalid_row(row, place, f"{error} {WAY_OUT}") from error
+        bad = error if isinstance(error, InvalidRow) else invalid_row(row, place, str(error))
+        raise InvalidRow(bad.index, f"{bad.reason.removesuffix(f' {WAY_OUT}')} {WAY_OUT}") from error
 
 
 @dataclass(frozen=True)

@@ -59,17 +59,15 @@ class Mixture:
         before = np.zeros(len(self.sources), dtype=np.int64)
         for done in range(block):
             before += np.bincount(self._choices(seed, done), minlength=len(self.sources))
-        chosen = self._choices(seed, block)
-        before += np.bincount(chosen[:skipped], minlength=len(self.sources))
+        before += np.bincount(self._choices(seed, block)[:skipped], minlength=len(self.sources))
         streams = [
             draws(source, seed + number, shuffle, int(before[number])) for number, source in enumerate(self.sources)
         ]
         while True:
-            for number in chosen[skipped:].tolist():
+            for number in self._choices(seed, block)[skipped:].tolist():
                 uid, place, raw = next(streams[number])
                 yield f"{number}-{uid}", self.starts[number] + place, raw
             block, skipped = block + 1, 0
-            chosen = self._choices(seed, block)
 
     def _choices(self, seed: int, block: int) -> np.ndarray:
         return np.random.default_rng([seed, block]).choice(len(self.sources), size=BLOCK, p=self.shares)

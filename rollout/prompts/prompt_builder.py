@@ -39,7 +39,7 @@ from rollout.prompts.prepared_rows import (
 )
 from rollout.prompts.sounds import ProcessedSound, load_sound, mel_frames, process_sound, sound_samples
 from rollout.prompts.template_arguments import check_template_arguments, reads_tools
-from rollout.prompts.videos import ProcessedVideo, process_frames, process_video
+from rollout.prompts.videos import ProcessedVideo, check_files, process_frames, process_video
 
 _HALF = re.compile("[\ud800-\udfff]")  # of a character: a surrogate without the other one
 IMAGE_CACHE_BYTES = 2 << 30
@@ -223,6 +223,8 @@ class PromptBuilder:
         raw_ids = ids_of(self._pieces(self.shown(conversation)))
         for source in conversation.of_kind("image"):
             check_whole(source, row.get("media_root"))
+        for source in conversation.of_kind("video"):
+            check_files(source, row.get("media_root"))
         return self.length(conversation, raw_ids, row.get("media_root"))
 
     def prepare(self, row: Mapping[str, Any]) -> Prompt:

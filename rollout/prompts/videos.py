@@ -22,7 +22,7 @@ from dataproto.vlm.prompt_layout import frame_seconds
 from rollout.continuation import joined_media
 from rollout.prompts.image_processing import ProcessedImage
 from rollout.prompts.images import load_image
-from rollout.prompts.sources import Root, check_sizes, sought_in
+from rollout.prompts.sources import Root, check_sizes, file_of, sought_in
 
 DEFAULT_FPS = 2.0  # of frames without metadata, as in qwen_vl_utils
 DECODER_MERGE_SIZE = 2  # patches along each side of a feature, as qwen_vl_utils assumes
@@ -149,6 +149,16 @@ def read_video(source: Any, root: Root = None, patch_size: int = 14) -> tuple[np
     return frames, described | {"fps": fps, "frames_indices": indices}
 
 
+def check_files(source: Any, root: Root = None) -> None:
+    """Raises `InvalidMedia` for a video whose file, or that of one of its frames, does not exist."""
+    while isinstance(source, Mapping):
+        source = next((source[name] for name in _PAYLOADS if source.get(name) is not None), None)
+    for each in source if isinstance(source, list) else [source]:
+        file = file_of(each, root, "video") if isinstance(each, (str, os.PathLike)) else None
+        if isinstance(file, Path) and not file.is_file():
+            raise InvalidMedia(f"video {os.fspath(each)!r}: there is no such file{sought_in(each, root)}")
+
+
 def _stack(frames: Any, root: Root) -> np.ndarray:
     if isinstance(frames, (np.ndarray, Tensor)):
         array = np.asarray(frames)
@@ -168,10 +178,8 @@ def _stack(frames: Any, root: Root) -> np.ndarray:
 def _decode(
     path: str | os.PathLike[str], root: Root, options: Mapping[str, Any], patch_size: int
 ) -> tuple[np.ndarray, dict[str, Any]]:
-    text = os.fspath(path).removeprefix("file://")
-    file = Path(root or ".") / text
-    if not file.is_file():
-        raise InvalidMedia(f"video {text!r}: there is no such file{sought_in(text, root)}")
+    check_files(path, root)
+    text, file = os.fspath(path), file_of(path, root, "video")
     try:
         from qwen_vl_utils import fetch_video
     except Exception as error:  # a torchvision that does not fit torch raises other errors than ImportError
@@ -185,5 +193,4 @@ def _decode(
     except Exception as error:
         raise InvalidMedia(f"video {text!r} cannot be decoded: {error}") from error
     array = frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
-    duration = metadata["total_num_frames"] / metadata["fps"]
-    return np.ascontiguousarray(array), {**metadata, "duration": duration}
+    return np.ascontiguousarray(array), {**metadata, "duration": metadata["total_num_frames"] / metadata["fps"]}

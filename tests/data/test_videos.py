@@ -135,6 +135,24 @@ def test_a_file_without_its_decoder_says_what_to_install(tmp_path, monkeypatch):
         read_video("w.mp4", root=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("video", "says"),
+    [
+        ("gone.mp4", "video 'gone.mp4': there is no such file in .*--media-root"),
+        ({"video": ["there.png", "gone.png"]}, "video 'gone.png': there is no such file"),
+        ("https://example.org/a.mp4", "videos are not downloaded"),
+    ],
+)
+def test_a_video_that_is_not_there_is_told_before_a_run_begins(video, says, tmp_path):
+    """It was told when its row was loaded, after hours."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "there.png")
+    row = {"prompt": "<video>What?", "videos": [video], "media_root": tmp_path}
+    with pytest.raises(InvalidMedia, match=says):
+        tiny_builder().prompt_length(row)
+    row["videos"] = [["there.png", {"bytes": b"", "path": None}], [Image.new("RGB", (8, 8))]]
+    assert tiny_builder().prompt_length({**row, "prompt": "<video><video>What?"}) > 0
+
+
 def test_a_decoded_file_becomes_frames(tmp_path, monkeypatch):
     """qwen_vl_utils' interface, stood in for: float frames (T, 3, H, W) and metadata."""
     file = tmp_path / "v.mp4"
