@@ -242,11 +242,12 @@ def check_run_directory(config: HasRun) -> None:
     """Checks what can be told of a run's directory before anything is read or loaded, and changes nothing.
 
     Raises:
-        InvalidConfig: it holds an earlier run, and neither ``resume`` nor ``overwrite`` is set; or ``overwrite`` would delete
-            what is no run, or what the new run starts from.
+        InvalidConfig: it holds a model; or an earlier run, and neither ``resume`` nor ``overwrite`` is set; or ``overwrite``
+            would delete what is no run, or what the new run starts from.
     """
-    run = config.run
-    directory, entries = run.output_dir, _entries(run.output_dir)
+    run, directory, entries = config.run, config.run.output_dir, _entries(config.run.output_dir)
+    if "model_type" in read_json(directory / CONFIG_FILE):
+        raise InvalidConfig(f"{directory} holds a model, whose files a run would replace: choose another --output-dir")
     if run.resume or not entries:
         return
     inside = next(_options_inside(directory, config), None)

@@ -310,6 +310,15 @@ def test_a_damaged_state_of_a_model_is_named_with_the_way_out(tmp_path):
         restore(RunConfig(output_dir=tmp_path), roles, None, None)
 
 
+@pytest.mark.parametrize("way", [{}, {"resume": True}, {"overwrite": True}])
+def test_the_directory_of_a_model_is_no_directory_of_a_run(tmp_path, way):
+    """Both have a config.json."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    with pytest.raises(InvalidConfig, match=r"holds a model, whose files .*choose another --output-dir"):
+        open_run_directory(RecordedRun(RunConfig(output_dir=tmp_path, **way)))
+    assert (tmp_path / "config.json").read_text() == '{"model_type": "qwen2_5_vl"}'
+
+
 def test_a_directory_that_cannot_be_made_is_named_with_the_way_out(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(FileNotWritten, match=r"file/run could not be written: Not a directory.*"):
