@@ -186,7 +186,7 @@ def test_overwriting_spares_what_is_no_run(finished_run, checkpoint, geometry3k,
     model = tmp_path / "model"
     shutil.copytree(checkpoint, model)
     assert main(arguments(checkpoint, geometry3k, reward, model, "--overwrite")) == 2
-    assert "does not hold a run" in capsys.readouterr().err
+    assert "holds a model" in capsys.readouterr().err
     assert (model / "model.safetensors").exists()
     again = tmp_path / "again"
     shutil.copytree(finished_run, again)
