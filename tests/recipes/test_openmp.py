@@ -69,7 +69,10 @@ print((psutil.Process().memory_info().rss - before) / 2**20)
 
 
 def test_products_of_ever_new_lengths_in_bfloat16_take_no_more_memory():
-    """600 more lengths took 440 MiB with the caches that torch has by default, on a CPU that multiplies in bfloat16."""
+    """600 more lengths took 390 to 440 MiB with the caches that torch has by default, on a CPU that multiplies in bfloat16.
+
+    With these they take none, or up to 57 where the C library keeps what was freed.
+    """
     limits = dict.fromkeys(CACHES, KERNELS) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, "-c", GROWTH], env=os.environ | limits, capture_output=True, text=True)
-    assert float(ended.stdout) < 40, ended.stderr
+    assert float(ended.stdout) < 150, ended.stderr
