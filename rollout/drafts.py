@@ -64,7 +64,7 @@ class _Sample:
     key: Hashable
     group: _Group
     last: list[int]  # tokens
-    began: bool = False  # it has drawn some
+    began: bool = False  # whether it has drawn a token
 
 
 class Drafts:

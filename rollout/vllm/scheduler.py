@@ -5,8 +5,9 @@ that decodes reads no images, and needs a block once in as many steps as a block
 step of hundreds of rows then costs the host less. Where each row decodes one more token, the plan of the step before is used
 again.
 
-A recurrent state exists only after the step that computes it, and vLLM lets all requests wait behind one that has to wait for it.
-So first samples of several prompts are read in one step, and the other samples continue from their states.
+A recurrent state exists only after the step that computes it. A sample that needs it waits for the next step, and in vLLM's queue
+all later requests wait too. So one step reads the first samples of several prompts, and the other samples continue from their
+states.
 """
 
 from collections import deque
@@ -25,9 +26,9 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, **options: Any) -> Sc
 
 
 SAME_ROWS = ("scheduled_cached_reqs", "num_", "total_num_")
-"""How the names of what a plan has begin, in which rows decode a token each and nothing else happens."""
+"""Beginnings of the names of the fields that a plan has if each row decodes one token and nothing else happens."""
 SETTLED = 8
-"""Tokens of a response, and of each block, with which vLLM has freed the states that a row of a recurrent model has left."""
+"""After so many tokens of a response, and of each block, vLLM has freed the older states of a recurrent row."""
 
 
 class _Decoding:
@@ -129,7 +130,7 @@ class HeldSlots:
     """A manager's ``allocate_slots`` that asks for blocks only where a request's own have no room for its next token."""
 
     def __init__(self, manager: Any, settled: int) -> None:
-        """``settled``: how many tokens, of a response and of a block, a row needs before it may go on without asking."""
+        """``settled``: the number of tokens of a response, and of each block, for which a row always asks; see `SETTLED`."""
         self._own, self._nothing, self.settled = manager.allocate_slots, manager.empty_kv_cache_blocks, settled
         self.groups = [
             (group.req_to_blocks, group.block_size, getattr(group, "num_speculative_blocks", 0))
