@@ -55,15 +55,7 @@ from dataproto.packing import MAX_TOKENS, equally_wide
 from dataproto.ragged import RaggedTensor
 from dataproto.serialization import file as disk
 from dataproto.serialization.wire import copied, plain_batch, reduce_batch
-from dataproto.tensordict_utils import (
-    Index,
-    as_positions,
-    as_row,
-    as_slice,
-    get_tensordict,
-    repeats,
-    stack_objects,
-)
+from dataproto.tensordict_utils import Index, as_positions, as_row, as_slice, get_tensordict, repeats, stack_objects
 
 __all__ = [
     "BatchData",

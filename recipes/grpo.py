@@ -75,12 +75,7 @@ def grpo_step(
     if len(learned):
         with timed(metrics, "update_actor"):
             found = roles.actor.update_and_score(
-                learned,
-                policy_loss(config),
-                minibatch=config.minibatch,
-                epochs=config.epochs,
-                aggregation=config.aggregation,
-                entropy=True,
+                learned, policy_loss(config), config.minibatch, config.epochs, config.aggregation, entropy=True
             )
         metrics |= found.metrics | log_probs_before_update(data, learned, config, found.scores)
     roles.sync_weights()

@@ -33,14 +33,7 @@ from torch import Tensor
 from dataproto.errors import FileFormatError
 from dataproto.serialization import images
 from dataproto.serialization.buffers import memory_of
-from dataproto.serialization.leaves import (
-    RAGGED,
-    array_bytes,
-    array_of,
-    dtype_name,
-    leaf_key,
-    tensor_bytes,
-)
+from dataproto.serialization.leaves import RAGGED, array_bytes, array_of, dtype_name, leaf_key, tensor_bytes
 from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array
 
 Made = TypeVar("Made")

@@ -202,17 +202,15 @@ class AlgorithmConfig:
         """Whether the loss has a KL term."""
         return self.kl_coef > 0 and self.kl_in == "loss"
 
-    def needs_old_log_probs(self, prompts: int) -> bool:
-        """Whether an update with ``prompts`` prompts needs the actor's log-probs of all rows, computed before it.
+    @property
+    def scores_first_update(self) -> bool:
+        """Whether the first optimizer step of a batch, which meets the policy that sampled, computes its old log-probs itself.
 
-        An update of one optimizer step meets the policy that sampled, whose log-probs its loss takes from its own pass.
-
-        >>> [AlgorithmConfig(minibatch=minibatch).needs_old_log_probs(prompts=512) for minibatch in (None, 512, 128)]
-        [False, False, True]
+        All other rows need a pass of the actor before the update.
         """
         loss, advantage = LOSSES.find(self.loss), ADVANTAGES.find(self.advantage)
         read = advantage.takes("old_log_probs") or any(takes(each, "old_log_probs") for each in loss.columns.values())
-        return read or self.updates(prompts) > 1 or self.kl_in_reward or self.compares_engine
+        return not (read or self.epochs > 1 or self.kl_in_reward or self.compares_engine)
 
     @property
     def needs_reference(self) -> bool:
@@ -299,10 +297,13 @@ class NamedLoss:
     def arguments(self, outputs: Outputs, data: DataProto) -> dict[str, Any]:
         """What the function takes of the columns, the options, and ``log_probs`` and ``entropy`` of the update.
 
-        Without the column ``old_log_probs`` the policy has not changed since it sampled: its log-probs are the old ones.
+        Without ``old_log_probs``, or where all of a row are NaN, the policy has not changed since it sampled: its log-probs are
+        the old ones.
         """
-        unchanged = {"old_log_probs": outputs.log_probs.detach()}
-        columns = unchanged | _columns(data) | {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
+        columns, own = _columns(data), outputs.log_probs.detach()
+        old = columns.get("old_log_probs", own)
+        columns["old_log_probs"] = own.where(old.isnan().all(1, keepdim=True), old)
+        columns |= {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
         return arguments_by_name(self.name, self.function, columns, self.options)
 
     def guarded(self) -> AbstractContextManager[None]:

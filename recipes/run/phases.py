@@ -205,16 +205,21 @@ def policy_log_probs(
 ) -> DataProto:
     """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)`` that the step reads and ``data`` lacks.
 
-    An update of one optimizer step meets the policy that sampled, so the loss takes the log-probs of its own pass as the old
-    ones (`AlgorithmConfig.needs_old_log_probs`).
+    The first optimizer step meets the policy that sampled, so its loss takes the log-probs of its own pass as the old ones, which
+    are NaN (`AlgorithmConfig.scores_first_update`). An update of one step needs no old ones.
 
     Args:
-        prompts: the number of prompts of the step, by default those of ``data``.
+        prompts: the number of prompts of the step, of which ``data`` is a part; by default those of ``data``.
     """
-    columns = DataProto()
-    if "old_log_probs" not in data and config.needs_old_log_probs(prompts or count_prompts(data)):
+    columns, rows = DataProto(), np.arange(len(data))
+    updates = config.updates(prompts or count_prompts(data))
+    if "old_log_probs" not in data and (updates > 1 or not config.scores_first_update):
+        if config.scores_first_update and prompts is None:
+            rows = np.sort(np.concatenate(cut_minibatches(data["uid"], config.minibatch)[1:]))
         with timed(metrics, "old_log_prob"):
-            columns |= roles.actor.log_probs(data, into="old_log_probs")
+            found = roles.actor.log_probs(data[rows], into="old_log_probs")["old_log_probs"]
+        old = torch.full(data["response_mask"].shape, torch.nan).index_copy(0, torch.from_numpy(rows), found)
+        columns = DataProto.from_dict({"old_log_probs": old})
     if config.needs_reference:
         with timed(metrics, "ref"):
             columns |= roles.reference.log_probs(data, into="ref_log_prob")
@@ -315,17 +320,22 @@ def rows_with_tokens(data: DataProto, minibatch: int | None) -> np.ndarray:
 def log_probs_before_update(data: DataProto, learned: DataProto, config: AlgorithmConfig, seen: Tensor) -> Metrics:
     """Adds the column ``actor_log_probs (B, R)`` to ``data`` for reports; how far the engine's log-probs are from these.
 
-    They are ``old_log_probs``. Without that column, or if it holds the engine's own, they are those that the update computed of
-    the rows of its first mini-batch, NaN in the others: the later mini-batches met a policy that had already learned. (For a
-    batch that an older policy sampled, the distance includes the updates since then.) The column is left out where the update
-    left rows out, and the distance where `rows_to_learn` has measured it.
+    They are ``old_log_probs``, where what the update has computed replaces NaN (see `policy_log_probs`). Without that column, or
+    if it holds the engine's own, they are those that the update computed of the rows of its first mini-batch, NaN in the others:
+    the later mini-batches met a policy that had already learned. (For a batch that an older policy sampled, the distance includes
+    the updates since then.) ``actor_log_probs`` is left out where the update left rows out, and the distance where
+    `rows_to_learn` has measured it.
 
     Args:
         learned: the rows of the update.
         seen: of these rows ``(N, R)``, the log-probs that the update computed before it changed the policy.
     """
-    engine = learned["rollout_log_probs"] if "rollout_log_probs" in learned else None
-    known, rows = learned["old_log_probs"] if "old_log_probs" in learned else None, np.arange(len(learned))
+    known, engine = (learned[name] if name in learned else None for name in ("old_log_probs", "rollout_log_probs"))
+    rows = np.arange(len(learned))
+    if known is not None:
+        known = seen.where(known.isnan().all(1, keepdim=True), known)
+        if len(learned) == len(data):
+            data["old_log_probs"] = known
     if known is None or (engine is not None and torch.equal(known, engine)):
         known = seen
         if config.minibatch is not None:

@@ -246,10 +246,7 @@ def evaluation_of_sets(config: PolicyGradientConfig, builder: PromptBuilder, set
 
 
 def launch_roles(
-    config: PolicyGradientConfig,
-    model_path: str,
-    builder: PromptBuilder,
-    reward: RewardFunction | None = None,
+    config: PolicyGradientConfig, model_path: str, builder: PromptBuilder, reward: RewardFunction | None = None
 ) -> Roles:
     """The roles of a run: actor, engine and, if one is given, reward; a reference and a critic if the options have them."""
     actor = ActorConfig(

@@ -102,10 +102,7 @@ def tiny_model(path: Path, seed: int, resumed: bool = False, *settings: Any) -> 
 
 
 def launch_supervised(
-    config: SupervisedConfig,
-    model_path: str,
-    limits: Mapping[str, Any] | None = None,
-    learns: Learns = "text",
+    config: SupervisedConfig, model_path: str, limits: Mapping[str, Any] | None = None, learns: Learns = "text"
 ) -> Roles:
     """Launches the model that learns, as the actor, and what it needs: by default an engine and the reward `exact_match`.
 

@@ -1,4 +1,4 @@
-"""The old log-probs of an update of one step are its own: no rows to score, and the same step."""
+"""The old log-probs of the first optimizer step are its own: its rows need no scoring, and the step is the same."""
 
 import math
 from concurrent.futures import Future
@@ -62,21 +62,22 @@ def step(roles, prompts, config, make=grpo_step):
     return make(roles, prompts[:], config, config.sampling(max_tokens=6, seed=3))
 
 
-def test_one_optimizer_step_needs_no_old_log_probs(checkpoint, prompts):
+@pytest.mark.parametrize(("minibatch", "rows"), [(None, []), (1, [8])])
+def test_the_first_optimizer_step_needs_no_old_log_probs(checkpoint, prompts, minibatch, rows):
     """The step is that of a run which scores every row before it: the same weights within 1e-5."""
-    config, actor = GRPOConfig(n=4, kl_coef=0.0), ActorConfig(checkpoint, optimizer=OptimizerConfig(lr=1e-3))
-    found = []
+    config = GRPOConfig(n=4, kl_coef=0.0, minibatch=minibatch)
+    actor, found = ActorConfig(checkpoint, optimizer=OptimizerConfig(lr=1e-3)), []
     for every_row in (False, True):
         with (
             launch(actor, None, reward) as roles,
             patch("workers.training.optimizer.EPS", 1e-3),  # else a gradient of zero moves a weight
-            patch.object(AlgorithmConfig, "needs_old_log_probs", lambda self, prompts: every_row),  # noqa: B023
+            patch.object(AlgorithmConfig, "scores_first_update", not every_row),
             counted(roles) as scored,
         ):
             data, metrics = step(roles, prompts, config)
             weights = {name: weight.clone() for name, weight in roles.actor.worker.named_weights()}
-        assert scored == ([12] if every_row else [])
-        assert ("timing_s/old_log_prob" in metrics) == every_row
+        assert scored == ([12] if every_row else rows)
+        assert ("timing_s/old_log_prob" in metrics) == bool(scored)
         found.append((data, metrics, weights))
     (data, metrics, weights), (whole, expected, theirs) = found
     torch.testing.assert_close(data["actor_log_probs"], whole["old_log_probs"], atol=1e-5, rtol=0)
@@ -91,7 +92,8 @@ def test_one_optimizer_step_needs_no_old_log_probs(checkpoint, prompts):
     [
         ({}, []),
         ({"minibatch": 3}, []),  # one update, all prompts
-        ({"minibatch": 2}, [12]),
+        ({"minibatch": 2}, [4]),  # the third prompt is another mini-batch
+        ({"minibatch": 1, "loss": "clip_cov"}, [12]),
         ({"epochs": 2}, [12]),  # the second epoch meets another policy
         ({"correction": "token"}, [12]),
         ({"minibatch": 1, "skip_old_log_probs": True}, []),
@@ -110,7 +112,7 @@ def test_rows_are_scored_before_their_rewards_come(roles, prompts):
 
         class Rewards(Future):
             def done(self):
-                return scored == [12]
+                return scored == [8]
 
             def result(self):
                 assert self.done()
@@ -126,7 +128,7 @@ def test_rows_are_scored_before_their_rewards_come(roles, prompts):
     assert data["old_log_probs"].isfinite().all()
 
 
-@pytest.mark.parametrize(("warmup", "rows"), [(0, [12]), (1, [])])
+@pytest.mark.parametrize(("warmup", "rows"), [(0, [8]), (1, [])])
 def test_nothing_is_scored_for_an_update_that_does_not_come(checkpoint, prompts, warmup, rows):
     config = PPOConfig(n=4, minibatch=1, critic_warmup=warmup)
     with (
@@ -166,5 +168,8 @@ def test_a_loss_takes_its_own_log_probs_where_there_are_no_old_ones():
     own = NamedLoss.find(GRPOConfig()).arguments(outputs, data)["old_log_probs"]
     assert torch.equal(own, outputs.log_probs)
     assert not own.requires_grad
+    data["old_log_probs"] = torch.full((1, 2), math.nan)
+    assert torch.equal(NamedLoss.find(GRPOConfig()).arguments(outputs, data)["old_log_probs"], outputs.log_probs)
     data["old_log_probs"] = torch.tensor([[-7.0, math.nan]])  # reported as a loss that is not finite
-    assert NamedLoss.find(GRPOConfig()).arguments(outputs, data)["old_log_probs"] is data["old_log_probs"]
+    found = NamedLoss.find(GRPOConfig()).arguments(outputs, data)["old_log_probs"]
+    torch.testing.assert_close(found, data["old_log_probs"], rtol=0, atol=0, equal_nan=True)
