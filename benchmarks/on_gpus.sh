@@ -5,7 +5,8 @@
 #
 # | part | GPUs | what | seconds on a fresh machine |
 # | presets | 2 | ten steps: 7B with adapters on one as on a card of 80 GB, 3B in 4 bits on the other as on one of 22 GiB | 560 |
-# | preset-7b | 2 of 80 GB | ten steps of 7B | 560 |
+# | preset-7b | 2 | ten steps of 7B, as on cards of 80 GB | 560 |
+# | preset-3b | 1 | ten steps of 3B, as on a card of 80 GB | 480 |
 # | step | 2 | 7B, 128 prompts x 5 samples | 400 |
 # | staleness | 2 | the same step, decoded ahead by one update | 560 |
 # | recurrent | 2 of 141 GB | Qwen3.5-9B, 32 prompts x 5 samples | 600 |
@@ -34,25 +35,34 @@ limited() {
 checkpoint() { [ -d "$checkpoints/$1" ] || python benchmarks/random_checkpoint.py "$1" "$checkpoints/$1"; }
 engine_only() { python benchmarks/random_checkpoint.py "$1" "$2" --without-weights; } # 9B of weights take 60 to 100 s to write
 
-# preset NAME GIB OPTION ...: ten steps, on a card of so many GiB: another process holds the rest of this one.
+# preset NAME GIB GPU[,GPU] OPTION ...: ten steps on cards of so many GiB: other processes hold the rest of these, and torch and
+# vLLM are told that there is no more, in the processes of Ray too.
 preset() {
-    local name=$1 card=$2
-    shift 2
-    limited 560 "$name" python "$out/card.py" "$card" grpo --preset "$@" --steps 10 --save-every 0 --eval-every 0 --no-eval-first \
-        --max-response-length 512 --output-dir "$out/$name"
+    local name=$1 card=$2 gpu holders=()
+    local gpus=$3
+    shift 3
+    for gpu in ${gpus//,/ }; do
+        CUDA_VISIBLE_DEVICES=$gpu python "$out/hold.py" "$card" &
+        holders+=($!)
+    done
+    sleep 15
+    CUDA_VISIBLE_DEVICES=$gpus CARD_GIB=$card PYTHONPATH=$out/card:$PYTHONPATH limited 560 "$name" python -m recipes grpo \
+        --preset "$@" --steps 10 --save-every 0 --eval-every 0 --no-eval-first --max-response-length 512 --output-dir "$out/$name"
+    kill "${holders[@]}"
 }
 
-cat > "$out/card.py" << 'PY'
-import subprocess
-import sys
+mkdir -p "$out/card"
+cat > "$out/hold.py" << 'PY'
+import sys, time, torch
 
-import torch
-
-HOLD = """import sys, time, torch
-held = torch.cuda.mem_get_info()[1] - int(sys.argv[1]) - 600 * 2**20  # 600 MiB: this process itself
+held = torch.cuda.mem_get_info()[1] - int(float(sys.argv[1]) * 2**30) - 600 * 2**20  # 600 MiB: this process itself
 kept = torch.empty(max(held, 0), dtype=torch.uint8, device="cuda")
-print(flush=True)
-time.sleep(3600)"""
+time.sleep(3600)
+PY
+cat > "$out/card/sitecustomize.py" << 'PY'
+import importlib.util
+import os
+import sys
 
 
 class Card:
@@ -65,20 +75,25 @@ class Card:
         return getattr(self._properties, name)
 
 
-if __name__ == "__main__":
-    size = int(float(sys.argv[1]) * 2**30)
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(size)], stdout=subprocess.PIPE)
-    holder.stdout.readline()
-    free, properties = torch.cuda.mem_get_info, torch.cuda.get_device_properties
-    torch.cuda.mem_get_info = torch.cuda.memory.mem_get_info = lambda *given: (free(*given)[0], size)
-    torch.cuda.get_device_properties = lambda *given: Card(properties(*given), size)
-    from recipes.commands import main
+def resize(cuda):
+    size = int(float(os.environ["CARD_GIB"]) * 2**30)
+    free, properties = cuda.mem_get_info, cuda.get_device_properties
+    cuda.mem_get_info = cuda.memory.mem_get_info = lambda *given, **named: (free(*given, **named)[0], size)
+    cuda.get_device_properties = lambda *given, **named: Card(properties(*given, **named), size)
 
-    try:
-        status = main(sys.argv[2:])
-    finally:
-        holder.kill()
-    sys.exit(status)
+
+class OnImport:
+    def find_spec(self, name, path, target=None):
+        if name != "torch.cuda":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (run(module), resize(module))
+        return spec
+
+
+sys.meta_path.insert(0, OnImport())
 PY
 
 step() { # NAME LIMIT OPTION ...
@@ -89,8 +104,8 @@ step() { # NAME LIMIT OPTION ...
 
 presets() {
     checkpoint 3b && checkpoint 7b
-    (export CUDA_VISIBLE_DEVICES=0 && preset preset-7b-lora 79.1 7b --model-path "$checkpoints/7b" --lora-rank 32 --batch-size 32) &
-    (export CUDA_VISIBLE_DEVICES=1 && preset preset-3b-4bit 22 3b --model-path "$checkpoints/3b" --lora-rank 16 --load-in-4bit --batch-size 16) &
+    preset preset-7b-lora 79.1 0 7b --model-path "$checkpoints/7b" --lora-rank 32 --batch-size 32 &
+    preset preset-3b-4bit 22 1 3b --model-path "$checkpoints/3b" --lora-rank 16 --load-in-4bit --batch-size 16 &
     wait
 }
 
@@ -101,9 +116,11 @@ for part in "$@"; do
         presets) presets ;;
         preset-7b)
             checkpoint 7b
-            limited 560 preset-7b python -c 'import sys; from recipes.commands import main; sys.exit(main(sys.argv[1:]))' grpo \
-                --preset 7b --model-path "$checkpoints/7b" --batch-size 64 --steps 10 --save-every 0 --eval-every 0 --no-eval-first \
-                --max-response-length 512 --output-dir "$out/preset-7b"
+            preset preset-7b 79.1 0,1 7b --model-path "$checkpoints/7b" --batch-size 32
+            ;;
+        preset-3b)
+            checkpoint 3b
+            preset preset-3b 79.1 0 3b --model-path "$checkpoints/3b" --batch-size 64
             ;;
         step) step step 420 "${two[@]}" --max-tokens 512 --whole-responses --rollout '{"max_num_seqs": 320}' ;;
         staleness) step staleness 580 "${two[@]}" --staleness 1 --apart 0 --rollout '{"max_num_seqs": 512}' ;;
