@@ -323,25 +323,25 @@ def log_probs_before_update(data: DataProto, learned: DataProto, config: Algorit
     They are ``old_log_probs``, where what the update has computed replaces NaN (see `policy_log_probs`). Without that column, or
     if it holds the engine's own, they are those that the update computed of the rows of its first mini-batch, NaN in the others:
     the later mini-batches met a policy that had already learned. (For a batch that an older policy sampled, the distance includes
-    the updates since then.) ``actor_log_probs`` is left out where the update left rows out, and the distance where
-    `rows_to_learn` has measured it.
+    the updates since then.) Rows that the update left out have NaN. The distance is left out where `rows_to_learn` has measured
+    it.
 
     Args:
         learned: the rows of the update.
         seen: of these rows ``(N, R)``, the log-probs that the update computed before it changed the policy.
     """
     known, engine = (learned[name] if name in learned else None for name in ("old_log_probs", "rollout_log_probs"))
+    places = torch.from_numpy(np.flatnonzero(np.isin(data["uid"].astype(str), learned["uid"].astype(str))))
     rows = np.arange(len(learned))
     if known is not None:
         known = seen.where(known.isnan().all(1, keepdim=True), known)
-        if len(learned) == len(data):
-            data["old_log_probs"] = known
+        data["old_log_probs"] = data["old_log_probs"].index_copy(0, places, known)
     if known is None or (engine is not None and torch.equal(known, engine)):
         known = seen
         if config.minibatch is not None:
             rows = cut_minibatches(learned["uid"], config.minibatch)[0]
-    if len(learned) == len(data):
-        data["actor_log_probs"] = torch.full_like(known, torch.nan).index_copy(0, torch.from_numpy(rows), known[rows])
+    nothing = torch.full(data["response_mask"].shape, torch.nan)
+    data["actor_log_probs"] = nothing.index_copy(0, places[rows], known[rows])
     return {} if config.compares_engine or engine is None else difference_metrics(learned[rows], known[rows])
 
 

@@ -65,10 +65,12 @@ def test_the_engine_is_compared_with_old_log_probs_or_the_first_minibatch():
     assert found == difference_metrics(trusted[:1], seen[:1])
     assert not any("text" in name for name in found)
     assert torch.equal(column.nan_to_num(nan=9.0), torch.cat([seen[:1], torch.full((1, 3), 9.0)]))
-    found, _ = compared(DataProto.from_dict({"response_mask": torch.ones(2, 3)}), whole)
+    found, _ = compared(DataProto.from_dict({"response_mask": torch.ones(2, 3)}, {"uid": ["a", "b"]}), whole)
     assert found == {}
     found, _ = compared(batch(old_log_probs=ACTOR), AlgorithmConfig(n=2, correction="token"))
     assert found == {}  # all rows were compared before the update
     rows = batch(old_log_probs=ACTOR)
-    log_probs_before_update(rows, rows[:1], single, seen[:1])
-    assert "actor_log_probs" not in rows  # the update left a row out
+    rows["old_log_probs"][0] = torch.nan  # the first mini-batch, which the update scores
+    log_probs_before_update(rows, rows[:1], single, seen[:1])  # which left a row out
+    assert torch.equal(rows["actor_log_probs"].nan_to_num(nan=9.0), torch.cat([seen[:1], torch.full((1, 3), 9.0)]))
+    assert torch.equal(rows["old_log_probs"], torch.cat([seen[:1], ACTOR[1:]]))

@@ -104,6 +104,8 @@ def counting() -> Iterator[threading.local]:
         return call
 
     places = [(dist, "all_reduce"), (dist, "broadcast"), (dist.distributed_c10d, "all_gather")]
+    if hasattr(dist.distributed_c10d, "all_gather_single"):  # gathers objects from torch 2.15 on
+        places.append((dist.distributed_c10d, "all_gather_single"))
     with ExitStack() as stack:
         for place, name in (*places, (distributed, "all_gather_equal")):
             stack.enter_context(mock.patch.object(place, name, counted(getattr(place, name))))

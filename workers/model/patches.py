@@ -94,8 +94,12 @@ def cast_parameter(weight: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def drop_unreduced_gradient(weight: Any) -> None:
-    """Drops the gradient that FSDP has added up for one of its parameters without reducing it."""
-    weight.unsharded_accumulated_grad = None
+    """Drops the gradient that FSDP has added up for one of its parameters without reducing it.
+
+    Before torch 2.15 it may have a place of its own, and is that of the unsharded parameter since.
+    """
+    if "unsharded_accumulated_grad" in vars(weight):
+        weight.unsharded_accumulated_grad = None
     if hasattr(weight, "_unsharded_param"):
         weight._unsharded_param.grad = None
 
