@@ -8,6 +8,7 @@ from dataproto.extras import installed_version
 COMBINATIONS: tuple[dict[str, tuple[str, str]], ...] = (
     {"torch": ("2.13", "2.13"), "transformers": ("5.16", "5.24")},
     {"torch": ("2.14", "2.14"), "transformers": ("5.24", "5.24")},
+    {"torch": ("2.15", "2.15"), "transformers": ("5.24", "5.24")},
     {"torch": ("2.11", "2.11"), "transformers": ("5.17", "5.17"), "vllm": ("0.24", "0.24")},
     {"torch": ("2.13", "2.13"), "transformers": ("5.16", "5.19"), "vllm": ("0.32", "0.32")},
 )

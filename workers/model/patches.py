@@ -93,6 +93,14 @@ def cast_parameter(weight: nn.Parameter, dtype: torch.dtype) -> None:
     weight.data = weight.data.to(dtype)
 
 
+def end_backward_pass(module: Any) -> None:
+    """Has the root of FSDP's modules reduce what it reduces at the end of a backward pass."""
+    state = module._get_fsdp_state()
+    if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # torch 2.15 forgets it after each pass
+        state._state_ctx.manual_backward_finalization_active = False
+    state._root_post_backward_final_callback()
+
+
 def drop_unreduced_gradient(weight: Any) -> None:
     """Drops the gradient that FSDP has added up for one of its parameters without reducing it.
 

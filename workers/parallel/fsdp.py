@@ -29,7 +29,7 @@ from dataproto.errors import ending
 from workers.model.lora import base_layers
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
-from workers.model.patches import drop_sum_within_replica, drop_unreduced_gradient
+from workers.model.patches import drop_sum_within_replica, drop_unreduced_gradient, end_backward_pass
 from workers.model.precision import mixed_precision
 from workers.parallel.expert import split_experts
 from workers.parallel.transform import Transform, repeated_layers
@@ -126,8 +126,7 @@ class FullySharded(Transform):
         """Where gradients stay unsharded, reduces what the backward passes of a pipeline have added up, group by group."""
         if self.options.leaves_unsharded("gradients"):
             module.set_requires_gradient_sync(True)  # type: ignore[operator]
-            state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            state._root_post_backward_final_callback()  # the end of a backward pass, which reduces
+            end_backward_pass(module)
 
     def drop_gradients(self, module: PackedVLM) -> None:
         """Drops gradients that are not reduced yet."""
@@ -158,7 +157,7 @@ def gathered_bytes(module: nn.Module) -> GatheredBytes:
         for weight in group.fsdp_params:
             shard = weight.sharded_param
             size = weight.sharded_size.numel()
-            weights += size * ranks * (group.mp_policy.param_dtype or shard.dtype).itemsize
+            weights += size * ranks * (weight.mp_policy.param_dtype or shard.dtype).itemsize
             gradients += 4 * size * (ranks - 1) * shard.requires_grad
     return GatheredBytes(weights, gradients)
 
