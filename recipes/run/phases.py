@@ -215,7 +215,7 @@ def policy_log_probs(
     updates = config.updates(prompts or count_prompts(data))
     if "old_log_probs" not in data and (updates > 1 or not config.scores_first_update):
         if config.scores_first_update and prompts is None:
-            rows = np.sort(np.concatenate(cut_minibatches(data["uid"], config.minibatch)[1:]))
+            rows = np.sort(np.concatenate(cut_minibatches(data["uid"], config.minibatch or len(data))[1:]))
         with timed(metrics, "old_log_prob"):
             found = roles.actor.log_probs(data[rows], into="old_log_probs")["old_log_probs"]
         old = torch.full(data["response_mask"].shape, torch.nan).index_copy(0, torch.from_numpy(rows), found)
