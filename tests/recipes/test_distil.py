@@ -55,7 +55,7 @@ def test_options_that_are_not_distillation_are_refused():
     with pytest.raises(InvalidConfig, match=r"reverse_kl needs a teacher: run dataproto distil"):
         GRPOConfig(advantage="reverse_kl")
     assert parse([]) == TINY
-    assert DistilConfig(minibatch=None).needs_old_log_probs(64)
+    assert not DistilConfig(minibatch=None).scores_first_update  # its advantage reads old log-probs
 
 
 def test_an_advantage_of_ones_own_that_reads_a_reference_gets_one(tmp_path):
@@ -63,7 +63,7 @@ def test_an_advantage_of_ones_own_that_reads_a_reference_gets_one(tmp_path):
     file.write_text("def gap(ref_log_prob, response_mask):\n    return ref_log_prob * response_mask\n")
     config = GRPOConfig(advantage=f"{file}:gap")
     assert config.needs_reference
-    assert not config.needs_old_log_probs(64)
+    assert config.scores_first_update
     assert not GRPOConfig().needs_reference
 
 
