@@ -38,8 +38,7 @@ engine_only() { python benchmarks/random_checkpoint.py "$1" "$2" --without-weigh
 # preset NAME GIB GPU[,GPU] OPTION ...: ten steps on cards of so many GiB: other processes hold the rest of these, and torch and
 # vLLM are told that there is no more, in the processes of Ray too.
 preset() {
-    local name=$1 card=$2 gpu holders=()
-    local gpus=$3
+    local name=$1 card=$2 gpus=$3 gpu holders=()
     shift 3
     for gpu in ${gpus//,/ }; do
         CUDA_VISIBLE_DEVICES=$gpu python "$out/hold.py" "$card" &

@@ -93,15 +93,13 @@ def expected_setting(asked: PlanConfig, path: str) -> Setting:
 def policy_setting(config: Any, batch: BatchSizes, device: Device) -> Setting:
     """The setting of a run with such rows; ``config`` is a `recipes.run.PolicyGradientConfig`."""
     algorithm = config.algorithm
-    own = (
-        1 / algorithm.updates(config.data.batch_size) if algorithm.scores_first_update else 0
-    )  # of a batch, in the update
+    in_update = 1 / algorithm.updates(config.data.batch_size) if algorithm.scores_first_update else 0.0
     critic = {"critic_epochs": algorithm.critic_epochs, "critic_optimizer": config.critic.kind} if config.critic else {}
     return _setting(
         *(config, batch, device),
         minibatch=algorithm.minibatch,
         epochs=algorithm.epochs,
-        old_log_probs=0 if algorithm.skip_old_log_probs else 1 - own,
+        old_log_probs=0 if algorithm.skip_old_log_probs else 1 - in_update,
         reference=float(algorithm.needs_reference),
         teacher=getattr(config, "teacher", None) is not None,
         longest=config.data.max_prompt_length + config.longest_response,

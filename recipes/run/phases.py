@@ -205,8 +205,8 @@ def policy_log_probs(
 ) -> DataProto:
     """The columns ``old_log_probs`` and ``ref_log_prob`` ``(B, R)`` that the step reads and ``data`` lacks.
 
-    The first optimizer step meets the policy that sampled, so its loss takes the log-probs of its own pass as the old ones, which
-    are NaN (`AlgorithmConfig.scores_first_update`). An update of one step needs no old ones.
+    The first optimizer step meets the policy that sampled, so its loss takes the log-probs of its own pass as the old ones
+    (`AlgorithmConfig.scores_first_update`). ``old_log_probs`` is NaN in its rows, and is no column if the update has one step.
 
     Args:
         prompts: the number of prompts of the step, of which ``data`` is a part; by default those of ``data``.

@@ -104,7 +104,7 @@ def end_backward_pass(module: Any) -> None:
 def drop_unreduced_gradient(weight: Any) -> None:
     """Drops the gradient that FSDP has added up for one of its parameters without reducing it.
 
-    Before torch 2.15 it may have a place of its own, and is that of the unsharded parameter since.
+    torch before 2.15 may keep it in an attribute of its own; from 2.15 on it is the gradient of the unsharded parameter.
     """
     if "unsharded_accumulated_grad" in vars(weight):
         weight.unsharded_accumulated_grad = None
