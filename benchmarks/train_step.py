@@ -5,6 +5,8 @@
     python benchmarks/train_step.py --size 7b --parts ours --lora-rank 16 --load-in-4bit --checkpointing full --prompts 8
     torchrun --nproc-per-node 2 benchmarks/train_step.py --size 7b --parts ours           # two, by FSDP2
     torchrun --nproc-per-node 4 benchmarks/train_step.py --size 7b --parts ours --layout tp=2,pp=2
+    torchrun --nproc-per-node 2 benchmarks/train_step.py --size 7b --parts ours --layout sp=2 --rows long --prompts 1 \
+        --checkpointing selective --token-budget 16384
     torchrun --nproc-per-node 4 benchmarks/train_step.py --size 30b-a3b --layers 16 --parts ours --layout dp=4,ep=4
     python benchmarks/train_step.py --size qwen3.5-9b --parts ours --checkpointing selective --token-budget 6144
 
@@ -12,8 +14,8 @@ Weights are random, sizes those of Qwen2.5-VL, of Qwen3.5-9B and of Qwen3-VL-30B
 decoder layers as fit: with the optimizer a layer takes 10 GB of all devices together, embedding, head and tower 18 GB. Prompts
 have 50 to 300 text tokens and 1 to 3 images of 300 to 1,000 pixels a side, responses 100 to 2,048 tokens (log-normal), both at
 most 4,096 together; at size ``tiny`` a tenth of that; with ``--rows geo3k`` prompts have 361 tokens with one image, responses
-512. MFU counts the operations that the step requires (`workers.training.accounting`) over the time of the whole step and the
-device's peak in bfloat16.
+512, and with ``--rows long`` responses have about 30,000. MFU counts the operations that the step requires
+(`workers.training.accounting`) over the time of the whole step and the device's peak in bfloat16.
 
 Parts: ``ours`` whole updates with a clipped policy loss; ``shared`` the same with several samples of each prompt; ``padded`` the
 rows as TRL computes them: padded to the longest prompt and response, Hugging Face's model with sdpa and full logits of the
@@ -378,7 +380,7 @@ def arguments_of() -> argparse.Namespace:
     parser = common_parser(__doc__, token_budget=8192, prompts=32)
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--layers", type=int, help="decoder layers (default: those of the size)")
-    parser.add_argument("--rows", default="mixed", choices=["mixed", "geo3k"], help="see above")
+    parser.add_argument("--rows", default="mixed", choices=["mixed", "geo3k", "long"], help="see above")
     parser.add_argument("--parts", default="ours,shared,text,tower,padded", help="comma-separated, see above")
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt in part `shared` (default: 8)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each part (default: 5)")

@@ -160,14 +160,17 @@ def random_weights() -> Iterator[None]:
 
 
 STEP = Shape(text=(134, 134), images=(1, 1), side=(15, 15), response=(512, 512), typical_response=10**6)
+LONG = Shape(response=(28_000, 32_000), typical_response=30_000, total=32_768)
+TINY_LONG = Shape(text=(5, 30), side=(2, 6), response=(2800, 3200), typical_response=3000, total=3300)
 TINY_STEP = Shape(text=(13, 13), images=(1, 1), side=(4, 4), response=(50, 50), typical_response=10**6, total=410)
 
 
 def shape_of(size: str, rows: str = "mixed") -> Shape:
-    """The rows of a size: ``mixed``, or ``geo3k`` with prompts of 361 tokens with one image of 225, and responses of 512."""
-    if rows == "geo3k":
-        return TINY_STEP if size.startswith("tiny") else STEP
-    return TINY if size.startswith("tiny") else Shape()
+    """The rows of a size: ``mixed``; ``geo3k`` with prompts of 361 tokens with one image of 225, and responses of 512; ``long``,
+    with responses of about 30,000 tokens.
+    """
+    full, tiny = {"mixed": (Shape(), TINY), "geo3k": (STEP, TINY_STEP), "long": (LONG, TINY_LONG)}[rows]
+    return tiny if size.startswith("tiny") else full
 
 
 def counted_recurrence(config: Any) -> str:
