@@ -36,7 +36,7 @@ from rollout.vllm.prompt_rendering import (
     limit_of_images,
 )
 from rollout.vllm.requests import EngineRequest, RunningRequests, failure
-from rollout.vllm.running_engine import clear_kv_cache, state_of
+from rollout.vllm.running_engine import cached_tokens, clear_kv_cache, tokens_of
 from rollout.vllm.startup import processor_options, quantization_options, start_llm, worker_options
 
 
@@ -241,8 +241,8 @@ class VLLMEngine:
         self._run = run
         if not rows:
             return
-        self.wake_kv_cache()
         self._coming = RenderedAhead(self.prompts, rows, sampling, self._step_tokens)
+        self.wake_kv_cache()  # while the first prompts are rendered
 
     def _add_coming(self, count: int | None = None) -> None:
         """Gives the next ``count`` requests of the run, or all, to vLLM, when their prompts are rendered.
@@ -334,13 +334,13 @@ class VLLMEngine:
 
     def _stop_by_text(self, name: str) -> None:
         """Ends a running request at its first token that completes a stop text."""
-        stopped = self._stopped_at(name, self._running.tokens(name))
+        stopped = self._stopped_at(name, tokens_of(self.engine, name))
         if stopped is not None:
-            state = state_of(self.engine, name)
+            cached = cached_tokens(self.engine, name)
             row = self._running.interrupt(name, stopped)
             if row.keep:
                 self._kept[row.number] = row.finished()
-            self._done.append(row.completion("stop", state.num_cached_tokens or 0))
+            self._done.append(row.completion("stop", cached))
 
     def _stopped_at(self, name: str, token_ids: Sequence[int]) -> int | None:
         row = self._running.rows[name]

@@ -10,7 +10,7 @@ from dataproto.errors import DataProtoError, InvalidPrompt, RequestFailed
 from rollout.continuation import FinishedRequest, SubmittedRequest, continued_experts, shown_media
 from rollout.engine import FINISH_REASONS, Completion, FinishReason, Request, SamplingParams
 from rollout.sampling import completes_stop_text, non_finite
-from rollout.vllm.running_engine import error_line, state_of
+from rollout.vllm.running_engine import error_line, tokens_of
 
 
 @dataclass(eq=False)
@@ -82,11 +82,6 @@ class RunningRequests:
             raise
         self.rows[name] = row
 
-    def tokens(self, name: str) -> list[int]:
-        """The tokens that a request has sampled so far."""
-        state = state_of(self._engine, name)
-        return [] if state is None else list(state.detokenizer.output_token_ids)
-
     def end(self, name: str, token_ids: list[int]) -> EngineRequest:
         """The request, which vLLM has ended, with the tokens that it has sampled."""
         row, sampler = self.rows.pop(name), self._sampler
@@ -103,7 +98,7 @@ class RunningRequests:
 
     def interrupt(self, name: str, count: int | None = None) -> EngineRequest:
         """Takes a request, with its tokens so far or the first ``count`` of them, from vLLM."""
-        row = self.end(name, self.tokens(name)[:count])
+        row = self.end(name, tokens_of(self._engine, name)[:count])
         self._engine.abort_request([name])
         return row
 

@@ -9,13 +9,21 @@ import torch
 from torch import nn
 
 
-def state_of(engine: Any, name: str) -> Any:
-    """What vLLM knows of a request that it has: ``detokenizer.output_token_ids`` and ``num_cached_tokens``. ``None`` if it has
-    dropped it.
-    """
-    processor = engine.output_processor
-    (own,) = getattr(processor, "external_req_ids", {}).get(name) or [name]  # its own names, in later versions
-    return processor.request_states.get(own)
+def own_name(engine: Any, name: str) -> str:
+    """vLLM's own name of a request, which is another one in later versions."""
+    (own,) = getattr(engine.output_processor, "external_req_ids", {}).get(name) or [name]
+    return str(own)
+
+
+def cached_tokens(engine: Any, name: str) -> int:
+    """Of the prompt of a request that vLLM has, how many tokens it found in its cache."""
+    return engine.output_processor.request_states[own_name(engine, name)].num_cached_tokens or 0
+
+
+def tokens_of(engine: Any, name: str) -> list[int]:
+    """The tokens that a request has sampled so far; none if vLLM has dropped it."""
+    request = engine.engine_core.engine_core.scheduler.requests.get(own_name(engine, name))
+    return [] if request is None else list(request.output_token_ids)
 
 
 def error_line(error: BaseException) -> str:

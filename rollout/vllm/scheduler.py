@@ -3,13 +3,14 @@
 At each step vLLM asks for every running request which images it is to read and which blocks of the KV cache it needs. A request
 that decodes reads no images, and needs a block once in as many steps as a block has tokens. Both are known without asking, and a
 step of hundreds of rows then costs the host less. Where each row decodes one more token, the plan of the step before is used
-again.
+again, and vLLM makes no output for a row that only becomes longer: its tokens come with the next output that it has.
 
 A recurrent state exists only after the step that computes it. A sample that needs it waits for the next step, and in vLLM's queue
 all later requests wait too. So one step reads the first samples of several prompts, and the other samples continue from their
 states.
 """
 
+import math
 from collections import deque
 from dataclasses import fields, replace
 from typing import Any
@@ -29,6 +30,10 @@ SAME_ROWS = ("scheduled_cached_reqs", "num_", "total_num_")
 """Beginnings of the names of the fields that a plan has if each row decodes one token and nothing else happens."""
 SETTLED = 8
 """After so many tokens of a response, and of each block, vLLM has freed the older states of a recurrent row."""
+
+
+UNTOLD = "untold_token_ids"
+"""The attribute of a request that holds the tokens of which vLLM has made no output yet."""
 
 
 class _Decoding:
@@ -85,6 +90,37 @@ class _Decoding:
         own._update_after_schedule(self._plan)
         return self._plan
 
+    def update_from_output(self, plan: Any, output: Any) -> Any:
+        """vLLM's outputs of a step, which it reads from what the model has returned; see vLLM."""
+        own: Any = self
+        left = self._make_longer(plan, output)
+        requests = {name: own.requests.get(name) for name in left}
+        found = super().update_from_output(replace(plan, num_scheduled_tokens=left), output)  # type: ignore[misc]
+        for told in [each for client in found.values() for each in client.outputs]:
+            request = requests.get(told.request_id)
+            untold = [] if request is None else vars(request).pop(UNTOLD, [])
+            told.new_token_ids = [*untold, *told.new_token_ids]
+        return found
+
+    def _make_longer(self, plan: Any, output: Any) -> dict[str, int]:
+        """Adds the token of each row that goes on, as vLLM would; returns what the plan has of the other rows."""
+        own, slots, rows, found = self, self._slots, plan.num_scheduled_tokens, output.sampled_token_ids
+        if slots is None or plan.total_num_scheduled_tokens != len(rows) or not found:
+            return rows
+        left, known, places = {}, own.requests, output.req_id_to_index
+        longest, unit, ahead = own.max_model_len, slots.unit, self._ahead
+        for name in rows:
+            request, tokens = known.get(name), found[places[name]]
+            if request is None or len(tokens) != 1 or not goes_on(request, tokens[0], longest, unit):
+                left[name] = rows[name]
+                continue
+            request.append_output_token_ids(tokens[0])
+            request.num_output_placeholders -= ahead
+            if hasattr(request, "num_in_flight_tokens"):  # since vLLM 0.32
+                request.num_in_flight_tokens -= 1
+            vars(request).setdefault(UNTOLD, []).append(tokens[0])
+        return left
+
     def _read_first_samples_first(self) -> None:
         """Among the requests that have room to begin, the first one of each prompt comes before the others."""
         own: Any = self
@@ -118,12 +154,30 @@ def decodes(request: Any, longest: int) -> bool:
     return one and not request.is_prefill_chunk and read + 2 - coming < limit and read + 2 <= longest
 
 
+def goes_on(request: Any, token: int, longest: int, unit: int) -> bool:
+    """Whether all that a request's next token does is to make it longer: it neither ends the response nor fills a block of
+    ``unit`` tokens, whose digest vLLM keeps, and the response has begun.
+    """
+    read = request.num_tokens
+    within = (
+        0 < read % unit < unit - 1 and read + 1 < longest and 2 <= request.num_output_tokens < request.max_tokens - 1
+    )
+    if not within or request.status is not RequestStatus.RUNNING or token in request.sampling_params.stop_token_ids:
+        return False
+    # of a step before it was preempted, by its name in vLLM 0.32 and before
+    return not getattr(request, "num_stale_output_tokens", getattr(request, "async_tokens_to_discard", 0))
+
+
 class DecodingScheduler(_Decoding, Scheduler):
     """vLLM's scheduler that waits for the tokens of a step before it prepares the next."""
+
+    _ahead = 0
 
 
 class DecodingAsyncScheduler(_Decoding, AsyncScheduler):
     """vLLM's scheduler that prepares a step while the device computes another."""
+
+    _ahead = 1
 
 
 class HeldSlots:
@@ -136,6 +190,7 @@ class HeldSlots:
             (group.req_to_blocks, group.block_size, getattr(group, "num_speculative_blocks", 0))
             for group in manager.coordinator.single_type_managers
         ]
+        self.unit = math.gcd(manager.block_pool.hash_block_size, *(size for _, size, _ in self.groups))
 
     def __call__(self, request: Any, num_new_tokens: int, num_lookahead_tokens: int = 0, **options: Any) -> Any:
         """New blocks for the next tokens of a request, ``None`` if there are none left; see vLLM."""

@@ -1,6 +1,7 @@
 """vLLM decides what is computed when and how precisely; that must not change what is sampled."""
 
 import math
+from collections import defaultdict, deque
 
 import pytest
 import torch
@@ -112,3 +113,96 @@ def test_a_plan_used_again_is_the_one_that_vllm_makes(tmp_path, monkeypatch, mod
     assert few < 0.8 * all_of_them
     if setup.vllm.dtype == torch.float32:
         assert torch.equal(tokens, generate(setup, setup.hf, sampling)["responses"])
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["waits", "plans-ahead"])
+def test_rows_that_only_become_longer_are_left_as_vllm_leaves_them(tmp_path, ahead):
+    """Both forms of the scheduler, next to a model that draws a token from its place; one plans a step before it knows the tokens
+    of the last. Eleven rows wait, end by a stop token or by length, one is aborted, and with the first form some are put off.
+    """
+    from vllm import SamplingParams as Params
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+
+    from rollout.vllm.scheduler import DecodingAsyncScheduler, DecodingScheduler
+
+    setup = start("qwen2_5_vl", tmp_path, max_num_seqs=8, kv_cache_bytes=1 << (22 if ahead else 19))
+    core = setup.vllm.engine.engine_core.engine_core
+    own = core.scheduler
+
+    def run(ours):
+        scheduler = (DecodingAsyncScheduler if ahead else DecodingScheduler)(
+            vllm_config=core.vllm_config,
+            kv_cache_config=own.kv_cache_config,
+            structured_output_manager=core.structured_output_manager,
+            block_size=own.block_size,
+            hash_block_size=own.kv_cache_manager.block_pool.hash_block_size,
+        )
+        left_to_vllm = []
+        make_longer = scheduler._make_longer if ours else lambda plan, _: plan.num_scheduled_tokens
+
+        def noted(plan, output):
+            left = make_longer(plan, output)
+            left_to_vllm.append((len(left), len(plan.num_scheduled_tokens)))
+            return left
+
+        scheduler._make_longer = noted
+        put_off, put_one_off = [], scheduler._preempt_request
+        scheduler._preempt_request = lambda *given, **options: put_off.append(given) or put_one_off(*given, **options)
+        requests, lengths = {}, {}
+        for row in range(11):
+            params = Params(max_tokens=90 + 9 * row, stop_token_ids=[7, 11], ignore_eos=True)
+            prompt = [row + 20, *range(20, 40 + 5 * row)]
+            requests[str(row)] = Request(
+                str(row), prompt, sampling_params=params, pooling_params=None, block_hasher=core.request_block_hasher
+            )
+            lengths[str(row)] = len(prompt)
+            scheduler.add_request(requests[str(row)])
+        under_way, told, states, ended = deque(), defaultdict(list), [], []
+        while scheduler.has_unfinished_requests():
+            plan = scheduler.schedule()
+            rows = plan.scheduled_cached_reqs
+            read = {each.req_id: each.num_computed_tokens for each in plan.scheduled_new_reqs}
+            read |= dict(zip(rows.req_ids, rows.num_computed_tokens, strict=True))
+            tokens = []
+            for name, count in plan.num_scheduled_tokens.items():
+                place = read[name] + count
+                drawn = place == lengths[name]  # else a part of what is known
+                tokens.append([(place * 31 + int(name) * 17) % 400] if drawn else [])
+                lengths[name] += drawn
+            under_way.append((plan, tokens))
+            if len(under_way) <= ahead:
+                continue
+            plan, tokens = under_way.popleft()
+            names = list(plan.num_scheduled_tokens)
+            output = ModelRunnerOutput(
+                req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)}, sampled_token_ids=tokens
+            )
+            for each in (
+                each for client in scheduler.update_from_output(plan, output).values() for each in client.outputs
+            ):
+                told[each.request_id] += each.new_token_ids
+                if each.finish_reason is not None:
+                    ended.append((len(states), each.request_id, each.finish_reason, each.stop_reason))
+            if len(states) == 30:
+                scheduler.finish_requests("2", RequestStatus.FINISHED_ABORTED)
+            pool = scheduler.kv_cache_manager.block_pool
+            states.append(
+                [(each.num_computed_tokens, each.num_output_placeholders, each.status, *each.output_token_ids)
+                 for each in requests.values()]
+                + [pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block)]
+            )  # fmt: skip
+        finished = {name: told[name] for name in told if name != "2"}
+        assert all(finished[name] == list(requests[name].output_token_ids) for name in finished)
+        return states, ended, finished, len(put_off), left_to_vllm
+
+    *ours, left = run(ours=True)
+    *theirs, all_rows = run(ours=False)
+    assert ours == theirs
+    states, ended, _, put_off = ours
+    assert len(states) > 100
+    assert len(ended) == 10
+    assert {reason for *_, reason, _ in ended} == {0, 1}  # stopped, and cut at their lengths
+    assert (put_off > 0) is not ahead
+    assert all(few == rows for few, rows in all_rows)
+    assert sum(few for few, _ in left) < 0.4 * sum(rows for _, rows in left)
