@@ -144,7 +144,9 @@ def measure(arguments: argparse.Namespace, drafted: int) -> None:
         config = engine.llm.model_config.hf_config
         head = None if arguments.without_head or engine.sampler.by_head else head_work(config, engine.device)
         take = RecordedTokens(engine.sampler, recorded, head)
-    list(engine.generate(requests, sampling))  # kernels and graphs
+    whole = list(engine.generate(requests, sampling))  # all rows, whatever is timed; builds kernels and graphs
+    if take is None:
+        file.write_text(json.dumps({requests[each.request].seed: each.token_ids for each in whole}))
     sizes = sorted({min(rows, len(requests)) for rows in arguments.rows})
     for rows, rate in itertools.product(sizes, arguments.rates if take is not None else [0.0]):
         if take is not None:
@@ -156,8 +158,6 @@ def measure(arguments: argparse.Namespace, drafted: int) -> None:
         synchronize()
         seconds = time.perf_counter() - started
         tokens, kept = sum(len(each.token_ids) for each in done), sum(each.accepted_tokens or 0 for each in done)
-        if take is None:
-            file.write_text(json.dumps({requests[each.request].seed: each.token_ids for each in done}))
         found = {"rows": rows, "drafts": drafted, "rate": rate, "tokens/s": tokens / seconds}
         found |= {"kept a pass": kept / (tokens - kept), "seconds": seconds, "engine": runner}
         if take is not None:
