@@ -7,11 +7,12 @@
 # | presets | 2 | ten steps: 7B with adapters on one as on a card of 80 GB, 3B in 4 bits on the other as on one of 22 GiB | 560 |
 # | preset-7b | 2 | ten steps of 7B, as on cards of 80 GB | 560 |
 # | preset-3b | 1 | ten steps of 3B, as on a card of 80 GB | 480 |
-# | step | 2 | 7B, 128 prompts x 5 samples | 400 |
+# | step | 2 | 7B, 128 prompts x 5 samples, with FlashAttention 4 if it is installed | 400 |
 # | staleness | 2 | the same step, decoded ahead by one update | 560 |
 # | recurrent | 2 of 141 GB | Qwen3.5-9B, 32 prompts x 5 samples | 600 |
 # | drafts | 1 | Qwen3.5-9B with three drafted tokens, and without | 500 |
 # | agents | 1 | 3B: agents through their clients, and native episodes | 200 |
+# | long-rows | 2 | 7B, rows of 32k tokens that both share | 200 |
 # | larger | 4 | 7B, 512 prompts x 5 samples of log-normal length | 560 |
 # | layouts | 4 | 7B: dp 2 x tp 2, tp 2 x pp 2, sp 2 x pp 2 | 500 |
 # | experts | 4 | 16 layers of 30B-A3B: dp 4 x ep 4, dp 4 | 400 |
@@ -108,6 +109,7 @@ presets() {
     wait
 }
 
+flash=$(python -c "import flash_attn.cute" 2> /dev/null && echo fa4 || echo torch)
 two=(--gpus 2 --size 7b --prompts 128 --minibatch 32 --token-budget 11776 --scoring-token-budget 32768 --unsharded weights)
 
 for part in "$@"; do
@@ -121,7 +123,7 @@ for part in "$@"; do
             checkpoint 3b
             preset preset-3b 79.1 0 3b --model-path "$checkpoints/3b" --batch-size 64
             ;;
-        step) step step 420 "${two[@]}" --max-tokens 512 --whole-responses --rollout '{"max_num_seqs": 320}' ;;
+        step) step step 420 "${two[@]}" --flash-attention "$flash" --max-tokens 512 --whole-responses --rollout '{"max_num_seqs": 320}' ;;
         staleness) step staleness 580 "${two[@]}" --staleness 1 --apart 0 --rollout '{"max_num_seqs": 512}' ;;
         recurrent)
             step recurrent 600 --gpus 2 --size qwen3.5-9b --prompts 32 --minibatch 32 --max-tokens 512 --whole-responses \
@@ -140,6 +142,10 @@ for part in "$@"; do
         larger)
             step larger 580 --gpus 4 --size 7b --token-budget 10240 --scoring-token-budget 32768 --unsharded auto \
                 --rollout '{"max_model_len": 3072, "max_num_seqs": 640, "memory_share": 0.4}'
+            ;;
+        long-rows)
+            limited 240 long-rows torchrun --nproc-per-node 2 benchmarks/train_step.py --size 7b --parts ours --layout sp=2 \
+                --rows long --prompts 1 --checkpointing selective --token-budget 16384 --steps 3 --warmup 2
             ;;
         layouts)
             for layout in dp=2,tp=2 tp=2,pp=2 sp=2,pp=2; do
