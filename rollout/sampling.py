@@ -95,14 +95,15 @@ def draw_tokens(probs: Tensor, numbers: Tensor) -> Tensor:
     """One token ``(B,)`` per row of ``probs (B, V)``: the inverse of the distribution function at uniform ``numbers (B,)``.
 
     A token of probability zero is never drawn. If probabilities are not finite, any token of the vocabulary may be drawn. The
-    search first finds the block of the vocabulary, then the token in it, so that sums in double precision are short for any V.
+    search first finds the block of the vocabulary, then the token in it. Blocks are summed in the dtype of the probabilities,
+    which for at most 1,024 of them is as exact as they are, and all else in double precision.
 
     >>> draw_tokens(torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]), torch.tensor([0.6, 0.999])).tolist()
     [2, 0]
     """
     size = min(probs.shape[-1] & -probs.shape[-1], 1024)  # the largest power of two, at most 1024, that divides V
     blocks = probs.unflatten(-1, (-1, size))  # (B, blocks, size)
-    cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    cumulative = blocks.sum(-1).double().cumsum(-1)
     target = numbers.double().unsqueeze(-1) * cumulative[..., -1:]
     block = _first_above(cumulative, target)
     before = torch.where(block > 0, cumulative.gather(-1, (block - 1).clamp_min(0)), 0.0)
@@ -126,8 +127,8 @@ def sample(
     banned_ids: Sequence[int],
     undrawn_ids: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Next tokens ``(B,)`` int64 of ``logits (B, V)``, and their log-probs ``(B,)`` under the policy, before top-p, top-k and
-    min-p.
+    """Next tokens ``(B,)`` int64 of ``logits (B, V)``, which it overwrites, and their log-probs ``(B,)`` under the policy,
+    before top-p, top-k and min-p.
 
     If the logits of a row contain NaN or infinity, its log-prob is not finite (see `non_finite`) and its token arbitrary.
 
@@ -136,8 +137,8 @@ def sample(
         banned_ids: have no probability under the policy.
         undrawn_ids: have one, and are never drawn.
     """
-    log_probs = policy_log_probs(logits, sampling.temperature or 1.0, banned_ids)
-    drawn = log_probs
+    banned = ids_on(tuple(banned_ids), logits.device) if banned_ids else None
+    drawn = log_probs = policy_logits_(logits.float(), sampling.temperature or 1.0, banned).log_softmax(-1)
     if undrawn_ids:
         drawn = log_probs.index_fill(-1, ids_on(tuple(undrawn_ids), log_probs.device), -math.inf)
     if sampling.temperature == 0:

@@ -301,7 +301,7 @@ class HFEngine:
         for place, row in enumerate(rows):
             groups.setdefault(row.sampling.policy, []).append(place)
         if len(groups) == 1:
-            return sample(logits, rows[0].sampling, numbers, *fixed)
+            return sample(logits.clone(), rows[0].sampling, numbers, *fixed)
         tokens, values = torch.empty_like(numbers, dtype=torch.int64), torch.empty_like(numbers, dtype=logits.dtype)
         for places in groups.values():
             sampling = rows[places[0]].sampling

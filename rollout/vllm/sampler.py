@@ -256,6 +256,10 @@ class PolicySampler(Sampler):
         slots = self._rows[rows]
         numbers = uniforms(self.seeds[slots], self.drawn[slots] + np.where(discarded, 0, steps))
         sent = self._sent(np.stack([slots, places, numbers.view(np.int64)]))
+        for row, slot in self._with_top:
+            for place in np.flatnonzero(rows == row):
+                found = policy_log_probs(logits[place, None], slot.sampling.temperature or 1.0, self.banned_ids)
+                slot.top[int(places[place])] = likeliest(found, slot.sampling.top_log_probs)
         chosen, log_probs = [], []
         for part, slot in parts:
             tokens, values = sample(
@@ -269,10 +273,6 @@ class PolicySampler(Sampler):
         if order is not None:
             tokens, values = tokens[order], values[order]
         self.found[sent[0], sent[1]] = values
-        for row, slot in self._with_top:
-            for place in np.flatnonzero(rows == row):
-                found = policy_log_probs(logits[place, None], slot.sampling.temperature or 1.0, self.banned_ids)
-                slot.top[int(places[place])] = likeliest(found, slot.sampling.top_log_probs)
         return tokens
 
     def _sent(self, values: np.ndarray) -> Tensor:
