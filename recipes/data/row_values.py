@@ -106,8 +106,13 @@ def check_answerable(prompt: Sequence[Mapping[str, Any]], index: int) -> None:
 
 
 def first_of(raw: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """The value of the first of these columns that has one."""
-    return next((raw[name] for name in names if raw.get(name) is not None), None)
+    """The value of the first of these columns that has one; a blank text only where no other has one.
+
+    >>> first_of({"answer": " ", "solution": "9"}, ("answer", "solution")), first_of({"answer": ""}, ("answer", "solution"))
+    ('9', '')
+    """
+    found = [raw[name] for name in names if raw.get(name) is not None]
+    return next((each for each in found if not isinstance(each, str) or each.strip()), found[0] if found else None)
 
 
 def parsed_row(raw: Mapping[str, Any], index: int) -> dict[str, Any]:
