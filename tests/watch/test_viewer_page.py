@@ -256,7 +256,7 @@ def test_an_episode_of_an_agent_is_a_conversation(opened, tmp_path):
     data, tokenizer = agents_rows()
     KeptRollouts(run, 8, tokenizer).keep(4, data)
     until(page, "document.querySelectorAll('.sample .talk').length === 2")
-    titles = [each.inner_text() for each in page.query_selector_all(".sample header b")]
+    titles = [each.text_content() for each in page.query_selector_all(".sample header b")]
     assert titles == ["episode 0, row 1 of 2", "episode 0, row 2 of 2"]
     first, second = page.query_selector_all(".sample")[:2]
     roles = [each.inner_text() for each in first.query_selector_all(".message > b")]
@@ -269,10 +269,10 @@ def test_an_episode_of_an_agent_is_a_conversation(opened, tmp_path):
     until(page, "document.querySelector('.message img').naturalWidth === 56")
     assert len(first.query_selector_all(".message img")) == 1
     assert page.query_selector_all(".pictures img") == []  # pictures are where they were seen
-    assert "reward 0.5" in first.inner_text()
-    assert "new row: conversation" in second.inner_text()
-    assert "Help." in second.inner_text()
-    assert "reward -1" in second.inner_text()
+    assert "reward 0.5" in first.text_content()
+    assert "new row: conversation" in second.text_content()
+    assert "Help." in second.text_content()
+    assert "reward -1" in second.text_content()
     page.fill("#filter", "row:conversation")
     until(page, "document.querySelectorAll('#list li').length === 1")
     page.screenshot(path=Path(os.environ.get("SCREENSHOTS", tmp_path)) / "conversation.png")
