@@ -5,6 +5,7 @@ clauses work. Messages name the row, column, shape or rank, and what to do.
 """
 
 import contextlib
+import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -181,6 +182,15 @@ def replace_file(path: Path, content: bytes) -> Path:
     with writing(path, temporary):
         temporary.write_bytes(content)
         return temporary.replace(path)
+
+
+def wait_for_disk(path: Path) -> None:
+    """Waits until a file, or the list of a directory's entries, is on disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def raise_first(errors: Sequence[BaseException]) -> None:

@@ -9,7 +9,7 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, wait_for_disk
 
 KEY_FILE, SECRET_FILE = "api-key", "signing-secret"
 LINE = re.compile(r"([\w.-]{1,64}):\s*([0-9a-f]{64})", re.ASCII)
@@ -95,8 +95,4 @@ def _make_private(path: Path, text: str) -> None:
         os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(file.name, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    wait_for_disk(path.parent)

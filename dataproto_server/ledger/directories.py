@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from dataproto.errors import CheckpointError
+from dataproto.errors import CheckpointError, wait_for_disk
 from dataproto_server.refusals import InvalidRequest
 
 log = logging.getLogger("dataproto.serve")
@@ -59,11 +59,11 @@ def _publish(temporary: Path, target: Path) -> None:
     files = {path.name: _digest(path) for path in sorted(temporary.iterdir())}
     (temporary / MANIFEST).write_text(json.dumps(files, indent=1))
     for path in temporary.iterdir():
-        _sync(path)
-    _sync(temporary)
+        wait_for_disk(path)
+    wait_for_disk(temporary)
     remove_directory(target)
     temporary.rename(target)
-    _sync(target.parent)
+    wait_for_disk(target.parent)
 
 
 def check_directory(directory: Path) -> None:
@@ -130,11 +130,3 @@ def link_files(source: Path, target: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -11,7 +11,6 @@ contents and the values that are not tensors. Here only plain values and the cla
 import contextlib
 import io
 import json
-import os
 import pickle
 import random
 import re
@@ -39,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_map_only
 
-from dataproto.errors import WAY_OUT, CheckpointError, ending, raise_first, replace_file
+from dataproto.errors import WAY_OUT, CheckpointError, ending, raise_first, replace_file, wait_for_disk
 from dataproto.planning import split_by_size
 from workers.model.lora import base_name
 from workers.model.packed_model import PackedVLM
@@ -324,11 +323,7 @@ def write_json(path: Path, value: Any) -> None:
 def _flush(directory: Path) -> None:
     """Waits until everything under ``directory`` is on disk, so that the rename cannot overtake its content."""
     for path in [*directory.rglob("*"), directory]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        wait_for_disk(path)
 
 
 class Saving:
