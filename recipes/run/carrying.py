@@ -191,39 +191,34 @@ def _from_file_bytes(content: Tensor) -> DataProto:
         return DataProto.load_from_disk(path).writable()
 
 
+@dataclass(eq=False, repr=False)
 class CarryingRollout:
     """A rollout group whose rows, for prompts of the run (`OWNER`), are the first groups that are whole: also of other prompts.
 
-    Other prompts it passes on. It is the loader of its run, too: its saved position includes the samples.
+    Other prompts it passes on. It is the loader of its run, too: its saved position includes the samples. Nothing is decoded
+    before the first call.
+
+    Attributes:
+        bound: the largest number of updates between the weights that a group began with and those that learn from it.
+        updates: the number of updates so far.
+        goes_on: whether another step follows the current one.
+        apart: whether the engines can decode during an update.
+        corrected: whether the algorithm itself corrects for weights that sampled earlier; else ``old_log_probs`` are those of
+            the engine, so that the ratio in the loss corrects.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        loader: LookAhead,
-        bound: int,
-        updates: Callable[[], int],
-        goes_on: Callable[[], bool] = lambda: True,
-        apart: bool = False,
-        corrected: bool = False,
-    ) -> None:
-        """Nothing is decoded before the first call.
-
-        Args:
-            bound: the largest number of updates between the weights that a group began with and those that learn from it.
-            updates: the number of updates so far.
-            goes_on: whether another step follows the current one.
-            apart: whether the engines can decode during an update.
-            corrected: whether the algorithm itself corrects for weights that sampled earlier; else ``old_log_probs`` are those
-                of the engine, so that the ratio in the loss corrects.
-        """
-        self.group, self.loader, self.bound = group, loader, bound
-        self.updates, self.goes_on, self.apart, self.corrected = updates, goes_on, apart, corrected
-        self.samples = CarriedSamples()
-        self._future: Any = None  # of the samples that are being decoded
-        self._batches = 0  # that were given to steps
-        self._known: set[str] = set()  # prompts that were added, and whose step has not ended; see `owned_names`
-        self._error: DataProtoError | None = None  # of the engine at a sample, which the next step raises
+    group: Any
+    loader: LookAhead
+    bound: int
+    updates: Callable[[], int]
+    goes_on: Callable[[], bool] = lambda: True
+    apart: bool = False
+    corrected: bool = False
+    samples: CarriedSamples = field(default_factory=CarriedSamples, init=False)
+    _future: Any = field(default=None, init=False)  # of the samples that are being decoded
+    _batches: int = field(default=0, init=False)  # that were given to steps
+    _known: set[str] = field(default_factory=set, init=False)  # prompts whose step has not ended; see `owned_names`
+    _error: DataProtoError | None = field(default=None, init=False)  # the next step raises it
 
     # The rollout role
 

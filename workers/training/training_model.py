@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,7 @@ class TrainingModel:
             log.info("%s: FSDP leaves unsharded between micro-batches: %s", self.role, kept)
         self.config = replace(self.config, unsharded=kept)
         for transform in self.transforms:
-            transform.take_options(self.config)
+            transform.options = self.config
 
     def _moments(self) -> Iterator[Tensor]:
         """The optimizer's state, except numbers of steps."""
@@ -359,10 +359,6 @@ class TrainingModel:
         for transform in self.transforms:
             transform.reshard(self.module)
 
-    def note_pass(self) -> None:
-        """Notes that a single pass has added gradients, which wait for a step."""
-        self.has_passes = True
-
     def drop_gradients(self) -> None:
         """Drops the gradients that have added up since the last step, those that ranks have not reduced yet too."""
         self.has_passes = False
@@ -499,24 +495,20 @@ class TrainingModel:
                 load_training_state(directory, self.module, self._optimizer, self.ranks)
 
 
+@dataclass(eq=False, repr=False)
 class Update:
     """The mini-batches of an update in order, and what it found; see `TrainingModel.updating`."""
 
-    result: Updated
-    """Of an update that has ended."""
+    model: TrainingModel
+    data: DataProto
+    parts: Sequence[np.ndarray | None]  # the rows of each mini-batch; None: all rows
+    epochs: int
+    aggregation: str
+    result: Updated = field(init=False)  # of an update that has ended
 
-    def __init__(
-        self,
-        model: TrainingModel,
-        data: DataProto,
-        parts: Sequence[np.ndarray | None],
-        epochs: int,
-        aggregation: str,
-    ) -> None:
-        """``parts`` are the rows of each mini-batch, ``None`` for all rows."""
-        self.model, self.data, self.parts, self.epochs, self.aggregation = model, data, parts, epochs, aggregation
+    def __post_init__(self) -> None:
         self._steps: list[dict[str, float]] = []
-        self._scores = torch.zeros(data["response_mask"].shape)
+        self._scores = torch.zeros(self.data["response_mask"].shape)
 
     def minibatches(self) -> Iterator[tuple[DataProto, LossSums]]:
         """Rows, and the sums that `TrainingModel.run` adds to; the optimizer steps when the next ones are asked for."""
