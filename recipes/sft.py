@@ -39,8 +39,7 @@ def open_data(data: SFTDataConfig, builder: SupervisedBuilder, seed: int) -> tup
     """Training rows, and the held-out rows of each set by its name; a stream without such sets has none."""
     if not data.data_path:
         half = data.eval_rows // 2
-        talks = [*(DrawnTalks(0, "test")[i] for i in range(data.eval_rows - half))]
-        sums = [*(DrawnSums(0, "test")[i] for i in range(half))]
+        talks, sums = DrawnTalks(0, "test")[: data.eval_rows - half], DrawnSums(0, "test")[:half]
         return Mixture([DrawnTalks(seed), DrawnSums(seed)], weights=[3, 1]), {"": talks + sums}
 
     paths = () if data.streaming else data.data_path

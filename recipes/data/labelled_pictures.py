@@ -11,7 +11,7 @@ import numpy as np
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import OnBadRow, check_columns
 from recipes.data.row_values import conversation
-from recipes.data.tables import ConvertedRows, Table, TableRows, open_tables
+from recipes.data.tables import ConvertedRows, Table, TableRows, open_tables, rows_or_errors
 from recipes.demo.classes import CLASSES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split
 from rollout.prompts.images import is_named_as_image
@@ -219,13 +219,7 @@ def _column(table: Any, name: str) -> Sequence[Any]:
     """The values of a column; of rows of JSON `None` where one lacks it, and the error where one cannot be read."""
     if hasattr(table, "select_columns"):
         return table.select_columns([name])[name]
-    values: list[Any] = []
-    for place in range(len(table)):
-        try:
-            values.append(table[place].get(name))
-        except InvalidRow as error:
-            values.append(error)
-    return values
+    return [row if isinstance(row, InvalidRow) else row.get(name) for row in rows_or_errors(table)]
 
 
 def _held_out(labels: Sequence[str], seed: int) -> set[int]:

@@ -11,7 +11,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,12 +216,16 @@ class JsonStream:
 
     def __iter__(self) -> Iterator[dict[str, Any] | InvalidRow]:
         for file in self.files:
-            rows = _json_rows(file)
-            for place in range(len(rows)):
-                try:
-                    yield rows[place]
-                except InvalidRow as error:
-                    yield error
+            yield from rows_or_errors(_json_rows(file))
+
+
+def rows_or_errors(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any] | InvalidRow]:
+    """All rows; for one that cannot be read, the error."""
+    for place in range(len(rows)):
+        try:
+            yield rows[place]
+        except InvalidRow as error:
+            yield error
 
 
 class _ArrowTable(Sequence[dict[str, Any]]):
@@ -252,9 +256,7 @@ def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and isinstance(value[0], dict) and not value[0].keys().isdisjoint(_WHO)
-    )
+    return isinstance(value, list) and any(isinstance(each, dict) and bool(each.keys() & _WHO) for each in value[:1])
 
 
 def _without_nulls(value: Any) -> Any:
@@ -372,9 +374,8 @@ class StreamRows:
             for block, place, raws in self._blocks():
                 rows += len(raws)
                 if before + len(raws) > start:
-                    order = np.arange(len(raws))
-                    if shuffle:
-                        order = np.random.default_rng([seed, epoch, block]).permutation(len(raws))
+                    random = np.random.default_rng([seed, epoch, block])
+                    order = random.permutation(len(raws)) if shuffle else np.arange(len(raws))
                     for at in order[max(start - before, 0) :].tolist():
                         yield f"{epoch}-{place + at}", place + at, raws[at]
                 before += len(raws)
@@ -382,16 +383,10 @@ class StreamRows:
                 raise InvalidConfig("the stream has no rows")
             epoch += 1
 
-    def _blocks(self) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
-        raws: list[dict[str, Any]] = []
-        number = place = 0
-        for raw in self.stream:
-            raws.append(raw if isinstance(self.stream, JsonStream) else without_nulls(raw))
-            if len(raws) == self.buffer:
-                yield number, place, raws
-                number, place, raws = number + 1, place + len(raws), []
-        if raws:
-            yield number, place, raws
+    def _blocks(self) -> Iterator[tuple[int, int, list[Any]]]:
+        rows = iter(self.stream if isinstance(self.stream, JsonStream) else map(without_nulls, self.stream))
+        for number, raws in enumerate(iter(lambda: list(islice(rows, self.buffer)), [])):
+            yield number, number * self.buffer, raws
 
     def read_row(self, raw: dict[str, Any], place: int) -> dict[str, Any]:
         """Converts a raw row of the stream."""
