@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dataproto import DataProto
+from recipes.algorithms.function_files import in_users_function
 from recipes.algorithms.kl import KL_ESTIMATORS
 from recipes.algorithms.options import AlgorithmConfig, NamedLoss
 from recipes.configs.grpo_config import PRESETS, TINY, GRPOConfig, GRPORunConfig, parse
@@ -44,7 +45,7 @@ def policy_loss(config: AlgorithmConfig) -> LossFn:
 
     def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         given = named.arguments(outputs, data)
-        with named.guarded():
+        with in_users_function(named.name, named.function):
             loss, metrics = named.function(**given)  # each (B, R)
         named.check(outputs, loss, *metrics.values())
         if "rollout_is_weights" in data:

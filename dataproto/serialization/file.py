@@ -240,7 +240,8 @@ class Writer:
     def _node(self, value: Any) -> Any:
         kind = type(value)
         if kind is list:
-            if _is_plain_list(value):
+            kinds = set(map(type, value))
+            if kinds <= _JSON or (kinds == {float} and all(map(math.isfinite, value))):
                 return value
             return [self.at("item", number, item) for number, item in enumerate(value)]
         if kind is dict:
@@ -343,11 +344,6 @@ def _scalar_node(value: Any) -> dict[str, Any]:
     if type(value) is bytes:
         return {"$": "bytes", "value": base64.b64encode(value).decode()}
     return {"$": "scalar", "dtype": value.dtype.str, "value": base64.b64encode(value.tobytes()).decode()}
-
-
-def _is_plain_list(values: list[Any]) -> bool:
-    kinds = set(map(type, values))
-    return kinds <= _JSON or (kinds == {float} and all(map(math.isfinite, values)))
 
 
 class Reader:

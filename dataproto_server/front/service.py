@@ -19,7 +19,7 @@ from dataproto_server.keys import Keys, read_keys
 from dataproto_server.ledger import journal
 from dataproto_server.ledger.database import Database
 from dataproto_server.ledger.directories import remove_directory, remove_unfinished
-from dataproto_server.ledger.records import Catalogue, Checkpoint, Sampler, Session, change, drop
+from dataproto_server.ledger.records import KINDS, Catalogue, Checkpoint, Sampler, Session, change, drop
 from dataproto_server.refusals import NotFound, Refused
 
 log = logging.getLogger("dataproto.serve")
@@ -52,16 +52,12 @@ class Lifecycle:
         if missing := self.catalogue.missing():
             log.error("nothing is cleaned up: %s: no such directory in %s", ", ".join(missing), self.catalogue.state)
             return
-        for directory in (self.catalogue.state / "runs").glob("*/*"):
-            self._remove_unknown(directory)
-
-    def _remove_unknown(self, directory: Path) -> None:
-        """Removes the directory of a snapshot, sampler or checkpoint of which no record knows."""
         known = self.catalogue.directories() | {run.snapshot for run in self.catalogue.runs.values()}
-        nested = directory.name in ("weights", "sampler_weights", "external_weights")
-        for each in directory.iterdir() if nested else [directory]:
-            if self.catalogue.name_of(each) not in known:
-                remove_directory(each)
+        for directory in (self.catalogue.state / "runs").glob("*/*"):
+            # Snapshots and samplers lie there, and checkpoints in a directory of their kind.
+            for each in directory.iterdir() if directory.name in KINDS else [directory]:
+                if self.catalogue.name_of(each) not in known:
+                    remove_directory(each)
 
     async def run(self) -> None:
         """Sweeps for ever."""

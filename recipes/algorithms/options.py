@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -305,10 +304,6 @@ class NamedLoss:
         columns["old_log_probs"] = own.where(old.isnan().all(1, keepdim=True), old)
         columns |= {"log_probs": outputs.log_probs, "entropy": outputs.entropy}
         return arguments_by_name(self.name, self.function, columns, self.options)
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """A block in which an exception of a user's function gets its file and line; see `in_users_function`."""
-        return in_users_function(self.name, self.function)
 
     def check(self, outputs: Outputs, *results: object) -> None:
         """Raises `InvalidColumn` unless the loss and each metric are ``(B, R)``."""

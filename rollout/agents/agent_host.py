@@ -112,17 +112,17 @@ class AgentHost:
         """Calls the agent with a task, and opens the endpoint for it."""
         key, url = self.endpoint.open(episode), self.endpoint.url
         self._keys[episode] = key
-        reward = partial(self._give, episode)
-        task = AgentTask(f"{url}/v1", url, key, MODEL, *given, app=self.endpoint.app, give=reward)
+
+        def give(value: Any) -> None:
+            self.inbox.put(Rewarded(episode, value))
+
+        task = AgentTask(f"{url}/v1", url, key, MODEL, *given, app=self.endpoint.app, give=give)
         if self._is_async:
             running = asyncio.run_coroutine_threadsafe(self._awaited(task), self._loop)
             self._running[episode] = running
             running.add_done_callback(partial(self._ended, episode))
         else:
             threading.Thread(target=self._call, args=(episode, task), name="agent", daemon=True).start()
-
-    def _give(self, episode: int, value: Any) -> None:
-        self.inbox.put(Rewarded(episode, value))
 
     def end(self, episode: int) -> None:
         """Lets an agent ask no more, and tells it to stop; a plain function runs on until it returns."""

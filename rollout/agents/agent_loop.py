@@ -344,19 +344,14 @@ class AgentRun:
             self._end(live, "invalid", str(error))
 
     def _returned(self, live: _Live, event: Ended) -> None:
-        if event.failure:
-            self._failed(live, event)
+        if event.failure and live.refusal is not None and tells_of(event, live.refusal):
+            self._end(live, live.cut)  # its error is that of a request beyond the limit
+        elif event.failure:
+            self._end(live, "memory" if event.of_memory else "error", event.failure)
         elif live.last is None:
             self._end(live, live.cut or "invalid", "the agent returned before a request of it was answered")
         else:
             self._score(live, event.outcome)
-
-    def _failed(self, live: _Live, event: Ended) -> None:
-        """Ends the episode of an agent that raised: by a limit if the error is that of a request beyond it."""
-        if live.refusal is not None and tells_of(event, live.refusal):
-            self._end(live, live.cut)
-            return
-        self._end(live, "memory" if event.of_memory else "error", event.failure)
 
     def _score(self, live: _Live, outcome: Any) -> None:
         """Takes the reward that an agent returned, and ends its episode."""

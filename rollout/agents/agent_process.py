@@ -297,8 +297,7 @@ def _tell(
             try:
                 told = cloudpickle.dumps(event)
             except Exception as error:
-                failed = Ended(episode, None, f"what the agent gave cannot be sent: {describe(error)}")
-                told = pickle.dumps(failed)
+                told = pickle.dumps(Ended(episode, None, f"what the agent gave cannot be sent: {describe(error)}"))
             pickle.dump((None, episode, told), file)
         with suppress(OSError):  # the engine's process has ended
             connection.send_bytes(file.getvalue())

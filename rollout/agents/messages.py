@@ -298,9 +298,8 @@ def read_reply(reply_id: str, text: str, ask: Ask, finish: Finish, **facts: Any)
             found = [_read_call(each) for each in CALLS.findall(answer)]
         except (ValueError, RecursionError):
             found = []
-        if found and not any(
-            "INVALID_JSON" in arguments for _, arguments in found
-        ):  # which clients write, see `canonical`
+        # Clients write INVALID_JSON in the place of arguments, see `canonical`.
+        if found and not any("INVALID_JSON" in arguments for _, arguments in found):
             content = CALLS.sub("", answer)
             calls = [
                 Call(name, canonical(arguments), f"call_{reply_id}_{number:02d}")

@@ -198,8 +198,7 @@ def _block_messages(role: Any, blocks: Sequence[Any], name: str) -> list[Message
         elif kind != "redacted_thinking":
             content += _parts([block], field)
     if content or calls or not found:
-        message = Message(role, tuple(content), tuple(calls), thoughts="".join(thoughts), reply_id=reply_id)
-        found.append(message)
+        found.append(Message(role, tuple(content), tuple(calls), thoughts="".join(thoughts), reply_id=reply_id))
     return found
 
 

@@ -84,13 +84,9 @@ def pickled_for_process(user_object: Any) -> bytes:
 
 def preload(module: str, pickled: bytes) -> None:
     """Lets the server of processes import once what they all need, unless it has begun."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", module, *_modules_in(pickled)])
-
-
-def _modules_in(pickled: bytes) -> list[str]:
-    """The modules that a pickled object names, which the server of processes imports once for all of them."""
-    found = {value for _, value, _ in pickletools.genops(pickled) if isinstance(value, str) and value in sys.modules}
-    return sorted(found - {"__main__", *(module.__name__ for module in unimportable_modules())})
+    named = {value for _, value, _ in pickletools.genops(pickled) if isinstance(value, str) and value in sys.modules}
+    named -= {"__main__", *(each.__name__ for each in unimportable_modules())}
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", module, *sorted(named)])
 
 
 class ProcessEnvironment:
@@ -162,10 +158,8 @@ def die_with_parent() -> None:
 def _serve(connection: Connection, make_environment: bytes, memory: int) -> None:
     """Makes an environment and answers calls until it is closed."""
     die_with_parent()
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf(
-        "SC_PAGE_SIZE"
-    )  # its address space so far
-    bound, loop = mapped + memory, asyncio.new_event_loop()
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    bound, loop = mapped + memory, asyncio.new_event_loop()  # besides its address space so far
     environment: Any = None
     with contextlib.suppress(EOFError):
         while (message := connection.recv())[0] != "close":

@@ -36,10 +36,7 @@ class RouteRecorder:
         routers = family.routers(model)
         self._layers, self._choices = len(routers), family.experts_per_token(text)
         for router in routers:
-            router.register_forward_hook(self._record)
-
-    def _record(self, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        self._chosen.append(output[2].to(self.dtype))
+            router.register_forward_hook(lambda _, args, output: self._chosen.append(output[2].to(self.dtype)))
 
     def begin(self) -> None:
         """Forgets what a pass that was interrupted has left."""

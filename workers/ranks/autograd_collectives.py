@@ -79,10 +79,6 @@ def _done(started: Tensor) -> Tensor:
     return cast(Tensor, _c10d.wait_tensor(started))
 
 
-def _reduce_scatter(x: Tensor, peers: Peers) -> Tensor:
-    return _done(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", peers.size, peers.name))
-
-
 def _all_to_all(x: Tensor, peers: Peers) -> Tensor:
     equal = [1] * peers.size
     return _done(_c10d.all_to_all_single(x.contiguous(), equal, equal, peers.name))
@@ -95,7 +91,7 @@ def _all_to_all_rows(x: Tensor, sent: list[int], received: list[int], peers: Pee
 _COLLECTIVES = {
     "exchange": _all_to_all,
     "gather": all_gather_tensor,
-    "sum and split": _reduce_scatter,
+    "sum and split": lambda x, peers: _done(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", peers.size, peers.name)),
     "own part": lambda x, peers: x.chunk(peers.size)[peers.rank],
 }
 

@@ -111,12 +111,16 @@ def _converted(
     """The weights that a conversion makes, by name; ``first`` is the name of the first one."""
     if converter is None:
         return {first: next(iter(collected.values()))[0]}
+    if not all(type(operation) in _OPERATIONS for operation in converter.operations):
+        # Each read converts all that is stored for one conversion.
+        conversion = WholeConversion(first, converter, collected, shapes, config)
+        if len(converter.target_patterns) == 1:
+            return {first: ConvertedWeight(conversion, first, shapes[first])}
+        found = conversion.convert().items()
+        return {name: ConvertedWeight(conversion, name, tuple(made.shape)) for name, made in found}
     made = collected
     for operation in converter.operations:
-        step = _OPERATIONS.get(type(operation))
-        if step is None:
-            return _converted_whole(first, converter, collected, shapes, config)
-        made = step(operation, made, converter, shapes[first])
+        made = _OPERATIONS[type(operation)](operation, made, converter, shapes[first])
     full = first.replace("*.", "0.")
     inside = next((pattern for pattern in made if pattern in full), None)
     if inside is None:
@@ -126,11 +130,12 @@ def _converted(
 
 
 def _merge(operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int]) -> Collected:
-    merged: Collected = {}
-    for pattern, tensors in made.items():
-        name = operation.get_target_pattern(len(made), pattern, converter.target_patterns)
-        merged[name] = [Stacked(tuple(tensors), operation.dim)]
-    return merged
+    return {
+        operation.get_target_pattern(len(made), name, converter.target_patterns): [
+            Stacked(tuple(tensors), operation.dim)
+        ]
+        for name, tensors in made.items()
+    }
 
 
 def _join(operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int]) -> Collected:
@@ -152,16 +157,6 @@ _OPERATIONS: dict[type, Callable[..., Collected]] = {
     Transpose: _swap,
 }
 """The operations that are applied to parts: those of large weights, such as experts."""
-
-
-def _converted_whole(
-    first: str, converter: WeightConverter, collected: Collected, shapes: Mapping[str, tuple[int, ...]], config: Any
-) -> dict[str, StoredTensor]:
-    """The weights of a conversion with other operations: each read converts all that is stored for one conversion."""
-    conversion = WholeConversion(first, converter, collected, shapes, config)
-    if len(converter.target_patterns) == 1:
-        return {first: ConvertedWeight(conversion, first, shapes[first])}
-    return {name: ConvertedWeight(conversion, name, tuple(made.shape)) for name, made in conversion.convert().items()}
 
 
 @dataclass(frozen=True)
