@@ -144,9 +144,8 @@ def parse(body: bytes) -> Any:
 def read_header(body: bytes) -> PassHeader:
     """The run of a pass, its number and its size. Raises `Refused` if the body is malformed."""
     message = parse(body)
-    return PassHeader(
-        message.model_id, message.seq_id, sum(_tokens(chunk) for each in message.data for chunk in each.model_input)
-    )
+    tokens = sum(_tokens(chunk) for each in message.data for chunk in each.model_input)
+    return PassHeader(message.model_id, message.seq_id, tokens)
 
 
 def _tokens(chunk: Any) -> int:
@@ -206,9 +205,8 @@ def _read_chunk(message: Any) -> Chunk:
         image = message.image
         if image.HasField("override_dimensions"):
             raise InvalidRequest("override_dimensions of an image is not supported: send it in its size")
-        return ImageChunk(
-            image.data, image.format, image.expected_tokens if image.HasField("expected_tokens") else None
-        )
+        tokens = image.expected_tokens if image.HasField("expected_tokens") else None
+        return ImageChunk(image.data, image.format, tokens)
     raise InvalidRequest(f"a chunk of type {kind} is not supported: there are text and images")
 
 

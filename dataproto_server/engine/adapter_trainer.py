@@ -137,10 +137,7 @@ class _AdaptedLogProbs(torch.autograd.Function):
 def _logits(states: Tensor, weight: Tensor, scaling: float, pair: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Logits ``(n, V)`` float32 and, with an adapter, ``states A^T``."""
     logits = project(states, weight)
-    if not pair:
-        return logits, None
-    down, up = pair
-    return logits, add_head(logits, states, down, up, scaling)
+    return logits, add_head(logits, states, pair[0], pair[1], scaling) if pair else None
 
 
 FEWEST_SHARED = 32

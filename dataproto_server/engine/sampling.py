@@ -100,8 +100,7 @@ def stops(stop: str | Sequence[str | int] | None) -> tuple[tuple[str, ...], tupl
     """
     given: list[str | int] = [stop] if isinstance(stop, str) else list(stop or ())
     texts = tuple(each for each in given if isinstance(each, str))
-    tokens = tuple(int(each) for each in given if not isinstance(each, str))
-    return texts, tokens
+    return texts, tuple(int(each) for each in given if not isinstance(each, str))
 
 
 def prompt_scores(request: SampleRequest, length: int, vocabulary: int) -> PromptScores | None:

@@ -209,11 +209,8 @@ class Barriers:
             moving=int(asked.kind == "inflight"),
         )
         # Earlier ones that follow the run move to its directory.
-        earlier = [
-            each
-            for each in self.catalogue.samplers.values()
-            if sampler.moving and each.moving and each.run == sampler.run
-        ]
+        others = self.catalogue.samplers.values() if sampler.moving else ()
+        earlier = [each for each in others if each.moving and each.run == sampler.run]
         left = {each.directory for each in earlier if each.directory != sampler.directory}
         moved = [change(each, directory=sampler.directory) for each in earlier]
 

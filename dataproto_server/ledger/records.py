@@ -222,11 +222,8 @@ class Catalogue:
 
     def checkpoints_of(self, owner: str | None = None, run: str | None = None) -> list[Checkpoint]:
         """Checkpoints of a key or of a run, oldest first."""
-        return [
-            each
-            for each in self.checkpoints.values()
-            if (owner is None or each.owner == owner) and (run is None or each.run == run)
-        ]
+        found = self.checkpoints.values()
+        return [each for each in found if owner in (None, each.owner) and run in (None, each.run)]
 
     def bytes_of(self, owner: str) -> int:
         """What the checkpoints of a key and its samplers take on disk."""

@@ -116,21 +116,11 @@ class BatchSizes:
         costs = family_of(self.config).vision_flops(self.config, grids).sum(1)
         return torch.stack([part.sum() for part in costs.split(counts)])
 
-    @property
-    def language_flops(self) -> int:
-        """Operations of a forward pass through decoder layers and head; shared prompts once, logits of responses."""
-        whole, shared = self._flops
-        return whole.language - shared.language
-
-    @property
-    def attention_flops(self) -> int:
-        """Of `language_flops`, those between queries and keys."""
-        whole, shared = self._flops
-        return whole.language_attention - shared.language_attention
-
     @cached_property
-    def _flops(self) -> tuple[Flops, Flops]:
-        """Of all rows, and of the prompts that rows have from the row before them."""
+    def flops(self) -> tuple[Flops, Flops]:
+        """Operations of a forward pass through decoder layers and head, with the logits of responses: of all rows, and of the
+        prompts that rows have from the row before them, which are not computed again.
+        """
         family = family_of(self.config)
         whole = family.flops(self.config, self.lengths, logit_tokens=sum(self.responses))
         return whole, family.flops(self.config, self.shared, logit_tokens=0)

@@ -75,7 +75,9 @@ def scoring_flops(batch: BatchSizes) -> Passes:
     text = batch.config.get_text_config()
     head = float(sum(batch.responses) * logit_flops(text))
     moved = MOVED * batch.packed_tokens * int(text.num_hidden_layers) * int(text.hidden_size)
-    return Passes(batch.language_flops, float(batch.vision_flops.sum()), head, batch.attention_flops, moved)
+    whole, shared = batch.flops
+    attention = whole.language_attention - shared.language_attention
+    return Passes(whole.language - shared.language, float(batch.vision_flops.sum()), head, attention, moved)
 
 
 def update_flops(batch: BatchSizes, size: ModelSize, compute: ModelConfig) -> Passes:

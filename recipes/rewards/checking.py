@@ -131,14 +131,9 @@ class AnswerChecker:
         with self._lock:
             if len(self._verdicts) > _CACHE_SIZE:
                 self._verdicts.clear()
-            unknown = []
-            for pair in dict.fromkeys(pairs):
-                if pair not in self._verdicts:
-                    verdict = quick_verdict(*pair)
-                    if verdict is None:
-                        unknown.append(pair)
-                    else:
-                        self._verdicts[pair] = verdict
+            found = {pair: quick_verdict(*pair) for pair in dict.fromkeys(pairs) if pair not in self._verdicts}
+            self._verdicts |= {pair: verdict for pair, verdict in found.items() if verdict is not None}
+            unknown = [pair for pair, verdict in found.items() if verdict is None]
             if unknown:
                 self._verdicts.update(zip(unknown, self._ask(unknown), strict=True))
             return [self._verdicts[pair] for pair in pairs]

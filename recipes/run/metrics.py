@@ -51,12 +51,11 @@ def last_rows(data: DataProto) -> DataProto:
     return data[sorted(last.values())]
 
 
-def _of_responses(values: Tensor, data: DataProto) -> Tensor:
-    """The sum over the rows of each response, in order of their last rows: (B,) to (E,)."""
+def _of_responses(values: Tensor, data: DataProto, ends: DataProto) -> Tensor:
+    """The sum over the rows of each response, in order of their last rows ``ends``: (B,) to (E,)."""
     if "trajectory" not in data:
         return values
-    last = {name: row for row, name in enumerate(data["trajectory"])}
-    places = {name: place for place, name in enumerate(sorted(last, key=lambda name: last[name]))}
+    places = {name: place for place, name in enumerate(ends["trajectory"])}
     index = torch.tensor([places[name] for name in data["trajectory"]], dtype=torch.int64, device=values.device)
     return values.new_zeros(len(places)).index_add(0, index, values)
 
@@ -91,10 +90,10 @@ def rollout_metrics(
     prompt, response = _lengths(data)
     mask, rewards = data["response_mask"] != 0, data["token_level_rewards"]
     scores = data["token_level_scores"] if "token_level_scores" in data else rewards
-    totals, ends = _of_responses(scores.sum(-1), data), last_rows(data)
-    answered = _of_responses(response, data) > 0
+    ends = last_rows(data)
+    totals, answered = _of_responses(scores.sum(-1), data, ends), _of_responses(response, data, ends) > 0
     metrics = _statistics("critic/score", totals[answered])
-    metrics |= _statistics("critic/rewards", _of_responses(rewards.sum(-1), data)[answered])
+    metrics |= _statistics("critic/rewards", _of_responses(rewards.sum(-1), data, ends)[answered])
     if "advantages" in data:
         metrics |= _statistics("critic/advantages", data["advantages"][mask])
     if "values" in data and "returns" in data:

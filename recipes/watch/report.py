@@ -218,13 +218,10 @@ def comparison(directory: Path) -> str:
     lines = {
         title: {name: _points(found, pattern) for name, found in rows.items()} for title, pattern in COMPARED.items()
     }
-    charts = [
-        picture
-        for title, each in lines.items()  # a run has one colour in all charts
-        for picture in _pictures(
-            title, [Series(name, each[name]) for name in sorted(latest)], title == "Held-out accuracy"
-        )
-    ]
+    charts = []
+    for title, each in lines.items():
+        series = [Series(name, each[name]) for name in sorted(latest)]  # a run has one colour in all charts
+        charts += _pictures(title, series, title == "Held-out accuracy")
     results = {
         title: {name: number(points[-1][1]) for name, points in each.items() if points} for title, each in lines.items()
     }

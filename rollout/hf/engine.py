@@ -292,10 +292,7 @@ class HFEngine:
             rows: N requests; the same request may appear more than once.
             drawn: ``(N,)``, which number of its request's random stream each place draws with.
         """
-        seeds, fixed = (
-            np.array([row.request.seed for row in rows], dtype=np.uint64),
-            (self.banned_ids, self.undrawn_ids),
-        )
+        seeds, fixed = np.array([row.request.seed for row in rows], np.uint64), (self.banned_ids, self.undrawn_ids)
         numbers = move(torch.from_numpy(uniforms(seeds, drawn)), logits.device)
         groups: dict[tuple[float, float, int, float], list[int]] = {}
         for place, row in enumerate(rows):

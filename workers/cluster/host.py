@@ -254,18 +254,16 @@ def libraries_aside(file: Path) -> Iterator[None]:
     console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     handlers = {each for logger in loggers for each in logger.handlers if getattr(each, "stream", None) in console}
     handlers |= {logging.lastResort} if logging.lastResort else set()
-    warned = logging.getLogger("py.warnings")
-    for handler in handlers:
-        handler.addFilter(divert)
-    warned.addFilter(divert)
+    filtered: list[logging.Filterer] = [*handlers, logging.getLogger("py.warnings")]
+    for each in filtered:
+        each.addFilter(divert)
     logging.captureWarnings(True)
     try:
         yield
     finally:
         logging.captureWarnings(False)
-        warned.removeFilter(divert)
-        for handler in handlers:
-            handler.removeFilter(divert)
+        for each in filtered:
+            each.removeFilter(divert)
         aside.close()
 
 
