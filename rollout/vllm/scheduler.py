@@ -104,11 +104,12 @@ class _Decoding:
 
     def _make_longer(self, plan: Any, output: Any) -> dict[str, int]:
         """Adds the token of each row that goes on, as vLLM would; returns what the plan has of the other rows."""
-        own, slots, rows, found = self, self._slots, plan.num_scheduled_tokens, output.sampled_token_ids
+        own: Any = self
+        slots, rows, found = self._slots, plan.num_scheduled_tokens, output.sampled_token_ids
         if slots is None or plan.total_num_scheduled_tokens != len(rows) or not found:
             return rows
         left, known, places = {}, own.requests, output.req_id_to_index
-        longest, unit, ahead = own.max_model_len, slots.unit, self._ahead
+        longest, unit, ahead = own.max_model_len, slots.unit, own._ahead
         for name in rows:
             request, tokens = known.get(name), found[places[name]]
             if request is None or len(tokens) != 1 or not goes_on(request, tokens[0], longest, unit):
