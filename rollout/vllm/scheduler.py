@@ -32,8 +32,8 @@ SETTLED = 8
 """After so many tokens of a response, and of each block, vLLM has freed the older states of a recurrent row."""
 
 
-UNTOLD = "untold_token_ids"
-"""The attribute of a request that holds the tokens of which vLLM has made no output yet."""
+UNTOLD, PUT_OFF = "untold_token_ids", "put_off"
+"""Attributes of a request: the tokens of which vLLM has made no output yet; and that tokens may come which no longer count."""
 
 
 class _Decoding:
@@ -89,6 +89,10 @@ class _Decoding:
         self._plan = replace(plan, scheduled_cached_reqs=told, **zeroed)
         own._update_after_schedule(self._plan)
         return self._plan
+
+    def _preempt_request(self, request: Any, *given: Any, **options: Any) -> None:
+        vars(request)[PUT_OFF] = True
+        super()._preempt_request(request, *given, **options)  # type: ignore[misc]
 
     def update_from_output(self, plan: Any, output: Any) -> Any:
         """vLLM's outputs of a step, which it reads from what the model has returned; see vLLM."""
@@ -163,10 +167,8 @@ def goes_on(request: Any, token: int, longest: int, unit: int) -> bool:
     within = (
         0 < read % unit < unit - 1 and read + 1 < longest and 2 <= request.num_output_tokens < request.max_tokens - 1
     )
-    if not within or request.status is not RequestStatus.RUNNING or token in request.sampling_params.stop_token_ids:
-        return False
-    # of a step before it was preempted, by its name in vLLM 0.32 and before
-    return not getattr(request, "num_stale_output_tokens", getattr(request, "async_tokens_to_discard", 0))
+    plain = within and request.status is RequestStatus.RUNNING and PUT_OFF not in vars(request)
+    return plain and token not in request.sampling_params.stop_token_ids
 
 
 class DecodingScheduler(_Decoding, Scheduler):
