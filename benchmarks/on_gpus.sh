@@ -123,7 +123,8 @@ for part in "$@"; do
             checkpoint 3b
             preset preset-3b 79.1 0 3b --model-path "$checkpoints/3b" --batch-size 64
             ;;
-        step) step step 420 "${two[@]}" --flash-attention "$flash" --max-tokens 512 --whole-responses --rollout '{"max_num_seqs": 320}' ;;
+        step) step step 420 "${two[@]}" --flash-attention "$flash" --max-tokens 512 --whole-responses \
+            --rollout '{"max_num_seqs": 320, "memory_share": 0.3}' ;;
         staleness) step staleness 580 "${two[@]}" --staleness 1 --apart 0 --rollout '{"max_num_seqs": 512}' ;;
         recurrent)
             step recurrent 600 --gpus 2 --size qwen3.5-9b --prompts 32 --minibatch 32 --max-tokens 512 --whole-responses \
