@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import fields, replace
 from typing import Any
 
+from vllm.v1.core.sched import output as plans
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -22,8 +23,16 @@ from vllm.v1.request import RequestStatus
 
 def make_scheduler(vllm_config: Any, kv_cache_config: Any, **options: Any) -> Scheduler:
     """The scheduler of an engine, in vLLM's asynchronous form or its other one, as the engine is configured."""
+    plans.strip_covered_mm_data = whole_media  # of vLLM 0.32
     kind = DecodingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else DecodingScheduler
     return kind(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **options)
+
+
+def whole_media(media: Any, *_: Any, **__: Any) -> Any:
+    """The media of a request that begins, with the pixels of those that vLLM finds in its cache of prefixes too. vLLM 0.32 leaves
+    them out, and ends where a request that was put off finds their blocks gone.
+    """
+    return media
 
 
 SAME_ROWS = ("scheduled_cached_reqs", "num_", "total_num_")

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 import pytest
 import torch
 
-from helpers.engines import GREEDY, generate, start
+from helpers.engines import GREEDY, generate, picture, start
 from rollout.engine import SamplingParams
 
 pytestmark = pytest.mark.vllm
@@ -113,6 +113,27 @@ def test_a_plan_used_again_is_the_one_that_vllm_makes(tmp_path, monkeypatch, mod
     assert few < 0.8 * all_of_them
     if setup.vllm.dtype == torch.float32:
         assert torch.equal(tokens, generate(setup, setup.hf, sampling)["responses"])
+
+
+def test_a_request_whose_image_is_in_the_cache_keeps_its_pixels(tmp_path, monkeypatch):
+    """If it is put off, and the cache gives its blocks away, vLLM reads the image again."""
+    setup = start("qwen2_5_vl", tmp_path, block_size=32)
+    scheduler = setup.vllm.engine.engine_core.engine_core.scheduler
+    begun, schedule = [], scheduler.schedule
+
+    def noted(*given):
+        plan = schedule(*given)
+        begun.extend(plan.scheduled_new_reqs)
+        return plan
+
+    monkeypatch.setattr(scheduler, "schedule", noted)
+    row = setup.builder([{"prompt": "<image>" + "what is it? " * 8, "images": [picture(24, 40, 0)]}])
+    first, again = (generate(setup, setup.vllm, GREEDY, row)["responses"] for _ in range(2))
+    assert torch.equal(first, again)
+    assert [each.num_computed_tokens > 0 for each in begun] == [False, True]
+    place = begun[1].mm_features[0].mm_position
+    assert place.offset + place.length <= begun[1].num_computed_tokens
+    assert "pixel_values" in begun[1].mm_features[0].data
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["waits", "plans-ahead"])
