@@ -49,8 +49,13 @@ def policy_log_probs(logits: Tensor, temperature: float, banned_ids: Sequence[in
     >>> policy_log_probs(torch.tensor([0.0, 0.0, 9.0]), 1.0, banned_ids=[2]).exp().tolist()
     [0.5, 0.5, 0.0]
     """
+    return policy_log_probs_(logits.to(torch.float32, copy=True), temperature, banned_ids)
+
+
+def policy_log_probs_(logits: Tensor, temperature: float, banned_ids: Sequence[int]) -> Tensor:
+    """As `policy_log_probs`, without a copy: float32 ``logits`` are overwritten."""
     banned = ids_on(tuple(banned_ids), logits.device) if banned_ids else None
-    return policy_logits_(logits.to(torch.float32, copy=True), temperature, banned).log_softmax(-1)
+    return policy_logits_(logits.float(), temperature, banned).log_softmax(-1)
 
 
 def policy_logits_(logits: Tensor, temperature: float, banned: Tensor | None) -> Tensor:
@@ -95,8 +100,8 @@ def draw_tokens(probs: Tensor, numbers: Tensor) -> Tensor:
     """One token ``(B,)`` per row of ``probs (B, V)``: the inverse of the distribution function at uniform ``numbers (B,)``.
 
     A token of probability zero is never drawn. If probabilities are not finite, any token of the vocabulary may be drawn. The
-    search first finds the block of the vocabulary, then the token in it. Blocks are summed in the dtype of the probabilities,
-    which for at most 1,024 of them is as exact as they are, and all else in double precision.
+    search first finds the block of the vocabulary, then the token in it. A block has at most 1,024 probabilities and is summed in
+    their dtype. Sums over blocks, and sums within the block that is found, are in double precision.
 
     >>> draw_tokens(torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]), torch.tensor([0.6, 0.999])).tolist()
     [2, 0]
@@ -127,8 +132,8 @@ def sample(
     banned_ids: Sequence[int],
     undrawn_ids: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Next tokens ``(B,)`` int64 of ``logits (B, V)``, which it overwrites, and their log-probs ``(B,)`` under the policy,
-    before top-p, top-k and min-p.
+    """Next tokens ``(B,)`` int64 of ``logits (B, V)``, and their log-probs ``(B,)`` under the policy, before top-p, top-k and
+    min-p. Overwrites ``logits``.
 
     If the logits of a row contain NaN or infinity, its log-prob is not finite (see `non_finite`) and its token arbitrary.
 
@@ -137,8 +142,8 @@ def sample(
         banned_ids: have no probability under the policy.
         undrawn_ids: have one, and are never drawn.
     """
-    banned = ids_on(tuple(banned_ids), logits.device) if banned_ids else None
-    drawn = log_probs = policy_logits_(logits.float(), sampling.temperature or 1.0, banned).log_softmax(-1)
+    log_probs = policy_log_probs_(logits, sampling.temperature or 1.0, banned_ids)
+    drawn = log_probs
     if undrawn_ids:
         drawn = log_probs.index_fill(-1, ids_on(tuple(undrawn_ids), log_probs.device), -math.inf)
     if sampling.temperature == 0:

@@ -20,10 +20,8 @@ from rollout.vllm.weights import Weights, load_head, load_parameters
 State = Mapping[str, Tensor | None]
 """Copies on the host by name; ``None``: all bytes are zero, as those of scratch memory between steps."""
 
-SETTLED = 2
-"""After so many rollouts with new weights the training of this process has made a step, and compiled what it needs. vLLM looks
-through all objects of the process for garbage whenever it sleeps or wakes; those that exist then are left out from now on.
-"""
+COMPILED = 2
+"""After so many rollouts with new weights, this process has trained for a step and has compiled what training needs."""
 
 _MAX_DEPTH = 4  # of helpers in helpers
 _KEPT_APART = ("kv_cache", LOW_RANK)  # not in the memory of the model that a sleep frees
@@ -107,7 +105,8 @@ class EngineMemory:
         """Whether the engine has all its weights."""
         self._awake = self._has_kv_cache = True
         self._freed_bytes = 0  # by the last sleep
-        self._is_new, self._rollouts = False, 0  # whether it has got weights since the last sleep; how often it had
+        self._got_weights = False  # since the last sleep
+        self._rollouts = 0  # with new weights
         self.keep_state()
 
     def load(self, weights: Weights, of_head: Sequence[tuple[str, Tensor]] = ()) -> None:
@@ -117,7 +116,7 @@ class EngineMemory:
         Raises:
             InvalidConfig: vLLM's model has no such name or shape, or one of its own weights is missing.
         """
-        self.has_weights, self._is_new = False, True
+        self.has_weights, self._got_weights = False, True
         try:
             (missing,) = self.llm.collective_rpc(load_parameters, args=(weights,))
             self.llm.collective_rpc(load_head, args=(of_head,))
@@ -131,7 +130,7 @@ class EngineMemory:
 
     def load_adapter(self, tensors: Weights) -> None:
         """Loads an adapter next to the weights, by Hugging Face's names. Raises `InvalidConfig` if it does not fit."""
-        self._is_new = True
+        self._got_weights = True
         self.llm.collective_rpc(load_low_rank, args=(tensors,))
 
     def sleep(self) -> None:
@@ -145,10 +144,11 @@ class EngineMemory:
             before = torch.cuda.mem_get_info()[0]
             self.llm.collective_rpc("sleep", kwargs={"level": max(self.sleep_level, 1)})  # see `PolicyWorker` for 0
             self._freed_bytes = torch.cuda.mem_get_info()[0] - before
-            self._rollouts += self._is_new
-            if self._is_new and self._rollouts == SETTLED:
-                gc.freeze()
-            self._is_new = False
+            if self._got_weights:
+                self._rollouts += 1
+                if self._rollouts == COMPILED:  # vLLM collects garbage at each sleep, and from 0.32 on as it wakes
+                    gc.freeze()
+            self._got_weights = False
             self._awake, self._has_kv_cache = False, False
             self.has_weights = self.has_weights and self.sleep_level < 2
 

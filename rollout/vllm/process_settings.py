@@ -137,6 +137,17 @@ def count_whole_images() -> None:
         Idefics3ProcessingInfo.get_num_patches = wraps(own)(lambda info, **image: max(own(info, **image), 1))
 
 
+def keep_pixels() -> None:
+    """Has vLLM keep the pixels of all images of a request.
+
+    vLLM 0.32 leaves them out for an image that it finds in its cache of prefixes. If it then puts the request off and gives the
+    blocks of the image to other requests, it has to read the image again, and fails.
+    """
+    from vllm.v1.core.sched import output
+
+    output.strip_covered_mm_data = lambda media, *_, **__: media
+
+
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """With "0" it asks for vLLM's first model runner."""
 SECOND_RUNNER_SINCE = 0, 32

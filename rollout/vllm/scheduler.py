@@ -15,7 +15,6 @@ from collections import deque
 from dataclasses import fields, replace
 from typing import Any
 
-from vllm.v1.core.sched import output as plans
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -23,26 +22,18 @@ from vllm.v1.request import RequestStatus
 
 def make_scheduler(vllm_config: Any, kv_cache_config: Any, **options: Any) -> Scheduler:
     """The scheduler of an engine, in vLLM's asynchronous form or its other one, as the engine is configured."""
-    plans.strip_covered_mm_data = whole_media  # of vLLM 0.32
     kind = DecodingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else DecodingScheduler
     return kind(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **options)
-
-
-def whole_media(media: Any, *_: Any, **__: Any) -> Any:
-    """The media of a request that begins, with the pixels of those that vLLM finds in its cache of prefixes too. vLLM 0.32 leaves
-    them out, and ends where a request that was put off finds their blocks gone.
-    """
-    return media
 
 
 SAME_ROWS = ("scheduled_cached_reqs", "num_", "total_num_")
 """Beginnings of the names of the fields that a plan has if each row decodes one token and nothing else happens."""
 SETTLED = 8
 """After so many tokens of a response, and of each block, vLLM has freed the older states of a recurrent row."""
-
-
-UNTOLD, PUT_OFF = "untold_token_ids", "put_off"
-"""Attributes of a request: the tokens of which vLLM has made no output yet; and that tokens may come which no longer count."""
+UNTOLD = "untold_token_ids"
+"""The attribute of a request that holds its tokens of which vLLM has made no output yet."""
+PUT_OFF = "put_off"
+"""The attribute of a request that vLLM has put off at least once: tokens of an earlier step may come that no longer count."""
 
 
 class _Decoding:
@@ -104,9 +95,12 @@ class _Decoding:
         super()._preempt_request(request, *given, **options)  # type: ignore[misc]
 
     def update_from_output(self, plan: Any, output: Any) -> Any:
-        """vLLM's outputs of a step, which it reads from what the model has returned; see vLLM."""
+        """The outputs of the step ``plan``, by client, from what the model has returned; see vLLM.
+
+        A row that only becomes longer has no output. Its tokens are in the next output that it has.
+        """
         own: Any = self
-        left = self._make_longer(plan, output)
+        left = self._add_tokens(plan, output)
         requests = {name: own.requests.get(name) for name in left}
         found = super().update_from_output(replace(plan, num_scheduled_tokens=left), output)  # type: ignore[misc]
         for told in [each for client in found.values() for each in client.outputs]:
@@ -115,8 +109,10 @@ class _Decoding:
             told.new_token_ids = [*untold, *told.new_token_ids]
         return found
 
-    def _make_longer(self, plan: Any, output: Any) -> dict[str, int]:
-        """Adds the token of each row that goes on, as vLLM would; returns what the plan has of the other rows."""
+    def _add_tokens(self, plan: Any, output: Any) -> dict[str, int]:
+        """Adds the new token to each row that only becomes longer. Returns the numbers of scheduled tokens of all other rows, by
+        name; vLLM adds their tokens.
+        """
         own: Any = self
         slots, rows, found = self._slots, plan.num_scheduled_tokens, output.sampled_token_ids
         if slots is None or plan.total_num_scheduled_tokens != len(rows) or not found:
@@ -125,7 +121,7 @@ class _Decoding:
         longest, unit, ahead = own.max_model_len, slots.unit, own._ahead
         for name in rows:
             request, tokens = known.get(name), found[places[name]]
-            if request is None or len(tokens) != 1 or not goes_on(request, tokens[0], longest, unit):
+            if request is None or len(tokens) != 1 or not only_becomes_longer(request, tokens[0], longest, unit):
                 left[name] = rows[name]
                 continue
             request.append_output_token_ids(tokens[0])
@@ -168,9 +164,9 @@ def decodes(request: Any, longest: int) -> bool:
     return one and not request.is_prefill_chunk and read + 2 - coming < limit and read + 2 <= longest
 
 
-def goes_on(request: Any, token: int, longest: int, unit: int) -> bool:
-    """Whether all that a request's next token does is to make it longer: it neither ends the response nor fills a block of
-    ``unit`` tokens, whose digest vLLM keeps, and the response has begun.
+def only_becomes_longer(request: Any, token: int, longest: int, unit: int) -> bool:
+    """Whether the next ``token`` of a request only makes it longer: the response has begun, the token does not end it, and no block
+    of ``unit`` tokens becomes full, of which vLLM would note the hash.
     """
     read = request.num_tokens
     within = (
@@ -183,7 +179,7 @@ def goes_on(request: Any, token: int, longest: int, unit: int) -> bool:
 class DecodingScheduler(_Decoding, Scheduler):
     """vLLM's scheduler that waits for the tokens of a step before it prepares the next."""
 
-    _ahead = 0
+    _ahead = 0  # steps that are planned before the tokens of the last one are known
 
 
 class DecodingAsyncScheduler(_Decoding, AsyncScheduler):

@@ -16,6 +16,7 @@ from rollout.vllm.process_settings import (
     RUNNER_VARIABLE,
     count_whole_images,
     import_vllm,
+    keep_pixels,
     one_compile_thread,
     process_settings_kept,
     runner_chosen,
@@ -248,6 +249,7 @@ def start_llm(
     collect_old_engines()
     llm_class = import_vllm().LLM
     search_plain_objects()
+    keep_pixels()
     try:
         second = takes_second_runner(import_vllm().__version__)
         defaults = default_options(model_path, device, options, routed_experts, awaits_weights, speculate, second)
