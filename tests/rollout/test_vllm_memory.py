@@ -25,9 +25,11 @@ def test_garbage_is_looked_for_in_what_came_after_the_first_step_of_training(mon
 
     memory = EngineMemory(SimpleNamespace(collective_rpc=answered), torch.device("cuda"), sleep_level=1)
     memory.sleep()  # after the start
-    for new_weights in (True, False, True, True):  # an evaluation with the first ones, and three steps
+    for step, new_weights in enumerate(
+        (True, False, True, True)
+    ):  # rollouts; the second one with the first weights again
         memory.wake()
-        if new_weights and (not adapter or not memory._rollouts):
+        if new_weights and (not adapter or step == 0):
             memory.load([])
         if new_weights and adapter:
             memory.load_adapter([])

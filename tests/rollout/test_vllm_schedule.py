@@ -136,94 +136,123 @@ def test_a_request_whose_image_is_in_the_cache_keeps_its_pixels(tmp_path, monkey
     assert "pixel_values" in begun[1].mm_features[0].data
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["waits", "plans-ahead"])
-def test_rows_that_only_become_longer_are_left_as_vllm_leaves_them(tmp_path, ahead):
-    """Both forms of the scheduler, next to a model that draws a token from its place; one plans a step before it knows the tokens
-    of the last. Eleven rows wait, end by a stop token or by length, one is aborted, and with the first form some are put off.
-    """
-    from vllm import SamplingParams as Params
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request, RequestStatus
-
+def new_scheduler(core, ahead):
+    """Another scheduler of an engine's core, in the form that plans a step ahead or the one that waits."""
     from rollout.vllm.scheduler import DecodingAsyncScheduler, DecodingScheduler
+
+    own = core.scheduler
+    return (DecodingAsyncScheduler if ahead else DecodingScheduler)(
+        vllm_config=core.vllm_config,
+        kv_cache_config=own.kv_cache_config,
+        structured_output_manager=core.structured_output_manager,
+        block_size=own.block_size,
+        hash_block_size=own.kv_cache_manager.block_pool.hash_block_size,
+    )
+
+
+def text_requests(core, count):
+    """Requests by their names, with prompts and limits of different lengths and two stop tokens."""
+    from vllm import SamplingParams as Params
+    from vllm.v1.request import Request
+
+    def request(row):
+        params = Params(max_tokens=90 + 9 * row, stop_token_ids=[7, 11], ignore_eos=True)
+        prompt = [row + 20, *range(20, 40 + 5 * row)]
+        hasher = core.request_block_hasher
+        return Request(str(row), prompt, sampling_params=params, pooling_params=None, block_hasher=hasher)
+
+    return {str(row): request(row) for row in range(count)}
+
+
+def model_output(plan, lengths):
+    """What a model returns for a plan. Tokens follow from their rows and places; ``lengths`` counts those of each row."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    rows = plan.scheduled_cached_reqs
+    read = {each.req_id: each.num_computed_tokens for each in plan.scheduled_new_reqs}
+    read |= dict(zip(rows.req_ids, rows.num_computed_tokens, strict=True))
+    sampled = []
+    for name, count in plan.num_scheduled_tokens.items():
+        place = read[name] + count
+        if place == lengths[name]:
+            sampled.append([(place * 31 + int(name) * 17) % 400])
+            lengths[name] += 1
+        else:  # the step reads a part of the tokens that are known
+            sampled.append([])
+    names = list(plan.num_scheduled_tokens)
+    places = {name: place for place, name in enumerate(names)}
+    return ModelRunnerOutput(req_ids=names, req_id_to_index=places, sampled_token_ids=sampled)
+
+
+def state_of_requests(requests, pool):
+    """What vLLM knows of all requests, and of its blocks."""
+    rows = [(each.num_computed_tokens, each.num_output_placeholders, each.status) for each in requests.values()]
+    tokens = [list(each.output_token_ids) for each in requests.values()]
+    return rows, tokens, pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block)
+
+
+ABORTED, ABORTED_AT = "2", 30
+
+
+def run_to_the_end(scheduler, requests, ahead):
+    """The states after each step, the ends of requests, and the tokens that vLLM's outputs have. One request is aborted."""
+    from vllm.v1.request import RequestStatus
+
+    lengths = {name: request.num_prompt_tokens for name, request in requests.items()}
+    for request in requests.values():
+        scheduler.add_request(request)
+    under_way, told, states, ended = deque(), defaultdict(list), [], []
+    while scheduler.has_unfinished_requests():
+        plan = scheduler.schedule()
+        under_way.append((plan, model_output(plan, lengths)))
+        if len(under_way) <= ahead:
+            continue
+        outputs = scheduler.update_from_output(*under_way.popleft())
+        for each in [each for client in outputs.values() for each in client.outputs]:
+            told[each.request_id] += each.new_token_ids
+            if each.finish_reason is not None:
+                ended.append((len(states), each.request_id, each.finish_reason, each.stop_reason))
+        if len(states) == ABORTED_AT:
+            scheduler.finish_requests(ABORTED, RequestStatus.FINISHED_ABORTED)
+        states.append(state_of_requests(requests, scheduler.kv_cache_manager.block_pool))
+    return states, ended, {name: told[name] for name in told if name != ABORTED}
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["waits", "plans-ahead"])
+def test_rows_that_only_become_longer_are_left_as_vllm_leaves_them(tmp_path, monkeypatch, ahead):
+    """Eleven rows wait, end by a stop token or by their length, and some are put off by the form that waits."""
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     setup = start("qwen2_5_vl", tmp_path, max_num_seqs=8, kv_cache_bytes=1 << (22 if ahead else 19))
     core = setup.vllm.engine.engine_core.engine_core
-    own = core.scheduler
+    put_off, left_to_vllm = [], []
+    put_one_off, update = Scheduler._preempt_request, Scheduler.update_from_output
 
-    def run(ours):
-        scheduler = (DecodingAsyncScheduler if ahead else DecodingScheduler)(
-            vllm_config=core.vllm_config,
-            kv_cache_config=own.kv_cache_config,
-            structured_output_manager=core.structured_output_manager,
-            block_size=own.block_size,
-            hash_block_size=own.kv_cache_manager.block_pool.hash_block_size,
-        )
-        left_to_vllm = []
-        make_longer = scheduler._make_longer if ours else lambda plan, _: plan.num_scheduled_tokens
+    def noted(scheduler, plan, output):
+        left_to_vllm.append(len(plan.num_scheduled_tokens))
+        return update(scheduler, plan, output)
 
-        def noted(plan, output):
-            left = make_longer(plan, output)
-            left_to_vllm.append((len(left), len(plan.num_scheduled_tokens)))
-            return left
+    def noted_put_off(*given, **options):
+        put_off.append(given)
+        return put_one_off(*given, **options)
 
-        scheduler._make_longer = noted
-        put_off, put_one_off = [], scheduler._preempt_request
-        scheduler._preempt_request = lambda *given, **options: put_off.append(given) or put_one_off(*given, **options)
-        requests, lengths = {}, {}
-        for row in range(11):
-            params = Params(max_tokens=90 + 9 * row, stop_token_ids=[7, 11], ignore_eos=True)
-            prompt = [row + 20, *range(20, 40 + 5 * row)]
-            requests[str(row)] = Request(
-                str(row), prompt, sampling_params=params, pooling_params=None, block_hasher=core.request_block_hasher
-            )
-            lengths[str(row)] = len(prompt)
-            scheduler.add_request(requests[str(row)])
-        under_way, told, states, ended = deque(), defaultdict(list), [], []
-        while scheduler.has_unfinished_requests():
-            plan = scheduler.schedule()
-            rows = plan.scheduled_cached_reqs
-            read = {each.req_id: each.num_computed_tokens for each in plan.scheduled_new_reqs}
-            read |= dict(zip(rows.req_ids, rows.num_computed_tokens, strict=True))
-            tokens = []
-            for name, count in plan.num_scheduled_tokens.items():
-                place = read[name] + count
-                drawn = place == lengths[name]  # else a part of what is known
-                tokens.append([(place * 31 + int(name) * 17) % 400] if drawn else [])
-                lengths[name] += drawn
-            under_way.append((plan, tokens))
-            if len(under_way) <= ahead:
-                continue
-            plan, tokens = under_way.popleft()
-            names = list(plan.num_scheduled_tokens)
-            output = ModelRunnerOutput(
-                req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)}, sampled_token_ids=tokens
-            )
-            for each in (
-                each for client in scheduler.update_from_output(plan, output).values() for each in client.outputs
-            ):
-                told[each.request_id] += each.new_token_ids
-                if each.finish_reason is not None:
-                    ended.append((len(states), each.request_id, each.finish_reason, each.stop_reason))
-            if len(states) == 30:
-                scheduler.finish_requests("2", RequestStatus.FINISHED_ABORTED)
-            pool = scheduler.kv_cache_manager.block_pool
-            states.append(
-                [(each.num_computed_tokens, each.num_output_placeholders, each.status, *each.output_token_ids)
-                 for each in requests.values()]
-                + [pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block)]
-            )  # fmt: skip
-        finished = {name: told[name] for name in told if name != "2"}
-        assert all(finished[name] == list(requests[name].output_token_ids) for name in finished)
-        return states, ended, finished, len(put_off), left_to_vllm
+    monkeypatch.setattr(Scheduler, "update_from_output", noted)
+    monkeypatch.setattr(Scheduler, "_preempt_request", noted_put_off)
 
-    *ours, left = run(ours=True)
-    *theirs, all_rows = run(ours=False)
+    requests = text_requests(core, 11)
+    ours = run_to_the_end(new_scheduler(core, ahead), requests, ahead)
+    ours_left, put_off_by_ours = list(left_to_vllm), len(put_off)
+    left_to_vllm.clear()
+    vllms = new_scheduler(core, ahead)
+    monkeypatch.setattr(vllms, "_add_tokens", lambda plan, _: plan.num_scheduled_tokens)
+    theirs = run_to_the_end(vllms, text_requests(core, 11), ahead)
+
     assert ours == theirs
-    states, ended, _, put_off = ours
+    states, ended, told = ours
+    assert told == {name: list(requests[name].output_token_ids) for name in told}
     assert len(states) > 100
     assert len(ended) == 10
     assert {reason for *_, reason, _ in ended} == {0, 1}  # stopped, and cut at their lengths
-    assert (put_off > 0) is not ahead
-    assert all(few == rows for few, rows in all_rows)
-    assert sum(few for few, _ in left) < 0.4 * sum(rows for _, rows in left)
+    assert (put_off_by_ours > 0) is not ahead
+    assert len(put_off) == 2 * put_off_by_ours
+    assert sum(ours_left) < 0.4 * sum(left_to_vllm)
