@@ -165,8 +165,8 @@ def decodes(request: Any, longest: int) -> bool:
 
 
 def only_becomes_longer(request: Any, token: int, longest: int, unit: int) -> bool:
-    """Whether the next ``token`` of a request only makes it longer: the response has begun, the token does not end it, and no block
-    of ``unit`` tokens becomes full, of which vLLM would note the hash.
+    """Whether the next ``token`` of a request only makes it longer: the response has begun, the token does not end it, and no
+    block of ``unit`` tokens becomes full, of which vLLM would note the hash.
     """
     read = request.num_tokens
     within = (
