@@ -8,15 +8,8 @@ from itertools import product
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from recipes.configs.shared.device_preset import CANDIDATES
+from recipes.plan import seconds as timing
 from recipes.plan.memory import RoleMemory, asleep, awake, held, idle, kv_bytes, own_gradients, scoring, updating
-from recipes.plan.seconds import (
-    generation_seconds,
-    hand_over_seconds,
-    scoring_flops,
-    scoring_seconds,
-    update_flops,
-    update_seconds,
-)
 from recipes.plan.setting import GIB, Role, Setting, Traffic
 from rollout.engine import slots_for
 from workers.model.model_config import UNSHARDED, Unsharded
@@ -153,11 +146,11 @@ def _generation(setting: Setting) -> Iterator[Phase]:
     if setting.engine == "vllm":
         key_bytes = max(kv_bytes(setting.config.get_text_config()) // setting.engine_parallel, 1)
         rows = max(min(rows, int(memory.kv_cache / key_bytes / float(share.lengths.double().mean()))), 1)
-        seconds, traffic = hand_over_seconds(setting)
+        seconds, traffic = timing.hand_over_seconds(setting)
         yield Phase("hand_over", seconds, 0.0, (*roles, replace(memory, kv_cache=0, other=2 * GIB)), traffic)
     key = ("generation", setting.engine, setting.engine_parallel, rows, setting.device)
-    seconds = share.once(key, lambda: generation_seconds(setting, share, rows))
-    yield Phase("gen", seconds, scoring_flops(setting.batch).total, (*roles, memory))
+    seconds = share.once(key, lambda: timing.generation_seconds(setting, share, rows))
+    yield Phase("gen", seconds, timing.scoring_flops(setting.batch).total, (*roles, memory))
 
 
 def _passes(setting: Setting) -> Iterator[Phase]:
@@ -169,15 +162,15 @@ def _passes(setting: Setting) -> Iterator[Phase]:
     ]
     for name, role, share in scored:
         if share:
-            seconds, traffic = scoring_seconds(setting, share)
-            flops = share * scoring_flops(setting.batch).total
+            seconds, traffic = timing.scoring_seconds(setting, share)
+            flops = share * timing.scoring_flops(setting.batch).total
             yield Phase(name, seconds, flops, busy(setting, role, learns=False), traffic)
     learning: list[tuple[Role, int]] = [("critic", setting.critic_epochs), ("actor", setting.epochs)]
     for role, epochs in learning:
         if epochs:
             size = setting.size_of(role)
-            seconds, traffic = update_seconds(setting, size)
-            flops = epochs * update_flops(setting.batch, size, setting.compute).total
+            seconds, traffic = timing.update_seconds(setting, size)
+            flops = epochs * timing.update_flops(setting.batch, size, setting.compute).total
             yield Phase(f"update_{role}", epochs * seconds, flops, busy(setting, role, learns=True), epochs * traffic)
 
 

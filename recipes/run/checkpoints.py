@@ -19,15 +19,7 @@ from recipes.configs.shared.run_config import RunConfig
 from recipes.run.evaluation import BestStep
 from rollout.prompts import PromptBuilder
 from workers import Roles
-from workers.training.checkpoint import (
-    latest_checkpoint,
-    missing_parts,
-    prune_checkpoints,
-    random_states,
-    set_random_states,
-    write_json,
-    writing_checkpoint,
-)
+from workers.training import checkpoint
 
 STATE_FILE = "trainer.pt"
 BEST_FILE = "best.json"
@@ -91,12 +83,12 @@ class Checkpoints:
             "evaluates": step.evaluates,
             "loader": loader.state_dict(),
             "progression": state.state_dict() if state else {},
-            "random": random_states(),
+            "random": checkpoint.random_states(),
             "best": self._best,
         }
         with contextlib.ExitStack() as stack:
             stack.push(self._complete)
-            directory = stack.enter_context(writing_checkpoint(self.root, step.number))
+            directory = stack.enter_context(checkpoint.writing_checkpoint(self.root, step.number))
             stack.push(partial(self._check_written, directory))
             for name, group in self.models.items():
                 group.save(directory / name, in_background=self.run.save_in_background)
@@ -126,13 +118,13 @@ class Checkpoints:
         """Names the best step and deletes old checkpoints, now that the new one is complete."""
         if kind is None:
             if self._best["step"] is not None:
-                write_json(self.root / BEST_FILE, self._best)
-            prune_checkpoints(self.root, self.run.keep_checkpoints, self._best["step"])
+                checkpoint.write_json(self.root / BEST_FILE, self._best)
+            checkpoint.prune_checkpoints(self.root, self.run.keep_checkpoints, self._best["step"])
 
     def _check_written(self, directory: Path, kind: type[BaseException] | None, *_: object) -> None:
         for name in self.models if kind is None else ():
             training = directory / name / "training"
-            if missing := missing_parts(training):
+            if missing := checkpoint.missing_parts(training):
                 raise CheckpointError(
                     f"{training} lacks {missing[:3]}, which the workers of {name!r} have written: on several machines "
                     f"{self.root} must be on a file system that all of them share; the checkpoint is discarded"
@@ -160,7 +152,7 @@ def restore(
     Raises:
         CheckpointError: the checkpoint is damaged or of another step.
     """
-    found = latest_checkpoint(run.output_dir.absolute())
+    found = checkpoint.latest_checkpoint(run.output_dir.absolute())
     if found is None:
         return None
     step, directory = found
@@ -179,13 +171,13 @@ def restore(
         state.load_state_dict(saved["progression"])
     if best is not None:
         best.load_state_dict(saved.get("best", {}))
-    set_random_states(saved["random"])
+    checkpoint.set_random_states(saved["random"])
     return TakenStep(step, saved.get("metrics", {}), saved.get("evaluates", False))
 
 
 def check_position(run: RunConfig, loader: Loader) -> None:
     """Raises `CheckpointError` if the newest checkpoint of a resumed run is of other rows, before a change of it is recorded."""
-    if run.resume and (found := latest_checkpoint(run.output_dir.absolute())):
+    if run.resume and (found := checkpoint.latest_checkpoint(run.output_dir.absolute())):
         state = _read_state(found[1] / STATE_FILE)["loader"]
         copy(loader).load_state_dict(state.get("loader", state))  # which is within the state of carried samples
 

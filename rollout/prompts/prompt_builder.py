@@ -26,17 +26,11 @@ from dataproto import DataProto, object_array
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidMedia, InvalidPrompt
 from dataproto.vlm import family_of
 from rollout.pretrained import end_ids, generation_config, load_prompt_parts
+from rollout.prompts import prepared_rows
 from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, ProcessedMedium, image_key, inputs_key
 from rollout.prompts.images import check_whole, encoded_image, image_size, load_image
 from rollout.prompts.messages import THOUGHTS, Conversation, as_parts, joined_texts, thoughts_apart
-from rollout.prompts.prepared_rows import (
-    CONSUMED_COLUMNS,
-    Prompt,
-    conversation_of,
-    invalid_row,
-    prompt_batch,
-    row_digest,
-)
+from rollout.prompts.prepared_rows import Prompt
 from rollout.prompts.sounds import ProcessedSound, load_sound, mel_frames, process_sound, sound_samples
 from rollout.prompts.template_arguments import check_template_arguments, reads_tools
 from rollout.prompts.videos import ProcessedVideo, check_files, process_frames, process_video
@@ -179,7 +173,7 @@ class PromptBuilder:
             try:
                 return self.prepare(row)
             except DataProtoError as error:
-                raise invalid_row(row, place, str(error)) from error
+                raise prepared_rows.invalid_row(row, place, str(error)) from error
 
         return self.collate(self.in_threads(prepare, count(), rows))
 
@@ -219,7 +213,7 @@ class PromptBuilder:
         """Number of tokens of the row's prompt with placeholders expanded, read from the headers of its images. Raises
         `InvalidPrompt`, also for images whose files are cut.
         """
-        conversation = conversation_of(row)
+        conversation = prepared_rows.conversation_of(row)
         raw_ids = ids_of(self._pieces(self.shown(conversation)))
         for source in conversation.of_kind("image"):
             check_whole(source, row.get("media_root"))
@@ -239,7 +233,7 @@ class PromptBuilder:
 
     def _read(self, row: Mapping[str, Any]) -> tuple[Conversation, list[Piece], tuple[ProcessedMedium, ...]]:
         """The conversation of a row, its tokens, and its media, which are processed unless the tokens are too many."""
-        conversation, root = conversation_of(row), row.get("media_root")
+        conversation, root = prepared_rows.conversation_of(row), row.get("media_root")
         frames = self.read_frames(conversation, root)
         pieces = self._pieces(self.shown(conversation, frames))
         self.check_length(self.length(conversation, ids_of(pieces), root))
@@ -465,7 +459,7 @@ class PromptBuilder:
 
     def other_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a row except its messages and media."""
-        return {name: value for name, value in row.items() if name not in CONSUMED_COLUMNS}
+        return {name: value for name, value in row.items() if name not in prepared_rows.CONSUMED_COLUMNS}
 
     def _process_video(self, source: Any, root: Any) -> ProcessedVideo:
         if self.family.frames_as_images:  # as small as the family allows
@@ -486,7 +480,7 @@ class PromptBuilder:
 
         Rows with the same images share tensors and PIL objects.
         """
-        batch = prompt_batch(prompts, self.pad_token_id, self.family, self.config)
+        batch = prepared_rows.prompt_batch(prompts, self.pad_token_id, self.family, self.config)
         batch["uid"] = object_array(self.uids(prompts))
         return batch
 
@@ -499,7 +493,7 @@ class PromptBuilder:
         worker = get_worker_info()  # the seed of a `DataLoader`'s worker, new in each epoch, is part of the digest
         for place, prompt in enumerate(prompts):
             if uids[place] is None:
-                uids[place] = f"{self.occurrences}-{row_digest(prompt, worker.seed if worker else None)}"
+                uids[place] = f"{self.occurrences}-{prepared_rows.row_digest(prompt, worker.seed if worker else None)}"
                 self.occurrences += 1
         return uids
 

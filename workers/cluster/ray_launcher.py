@@ -15,24 +15,11 @@ import torch
 
 from dataproto.errors import DataProtoError, InvalidConfig, WorkerFailed, end_after, ending
 from rollout.engine import engine_ranks
+from workers.cluster import ray_group
 from workers.cluster.host import Host
 from workers.cluster.placement import Placement, rank_order, thread_shares
 from workers.cluster.ray_config import RayConfig
-from workers.cluster.ray_group import (
-    RayFuture,
-    RayGroup,
-    StepBlobs,
-    cpus_by_node,
-    end_processes,
-    get_all,
-    gpus_per_process,
-    last_phases,
-    lost_nodes,
-    pickle_unimportable_modules_by_value,
-    running_ray,
-    start_hosts,
-    wait_all,
-)
+from workers.cluster.ray_group import RayFuture, RayGroup, StepBlobs, end_processes, last_phases, wait_all
 from workers.cluster.role_groups import LaunchPlan, Phase, Roles, start_phase, worker_makers
 from workers.model.model_config import ModelConfig
 from workers.ranks.failures import Failure, describe_call, describe_failure, first_line, is_secondary, root_causes
@@ -65,7 +52,7 @@ class RayPool:
         """
         self.layout, self.config, self.blobs = layout, config, blobs
         self.closed_reason: str | None = None  # why no more calls are possible
-        self.hosts, self.monitor, self.placement_group = start_hosts(
+        self.hosts, self.monitor, self.placement_group = ray_group.start_hosts(
             layout.world_size, config, lcm(layout.tp, together), device
         )
         self.placements = [Placement("", "", (), 1)] * layout.world_size
@@ -161,7 +148,7 @@ class RayPool:
             for host in self.hosts:
                 host.resync.remote()
             raise self._error(call, failures, rows)
-        return get_all(refs)
+        return ray_group.get_all(refs)
 
     def check_open(self, call: str) -> None:
         """Checks that the processes still run.
@@ -177,7 +164,7 @@ class RayPool:
     ) -> None:
         """Ends all processes, since those that wait for others would wait for ever, and raises `WorkerFailed`."""
         phases, causes = last_phases(self.monitor), root_causes(failures)
-        lost = lost_nodes({self.placements[rank].node for rank in (*failures, *pending)})
+        lost = ray_group.lost_nodes({self.placements[rank].node for rank in (*failures, *pending)})
         gone = [rank for rank in pending if self.placements[rank].node in lost]  # Ray does not know yet that they died
         if gone:
             causes = [rank for rank in causes if not is_secondary(failures[rank].error)]
@@ -230,7 +217,7 @@ def share_cores(groups: Sequence[RayGroup]) -> None:
     pools = list(dict.fromkeys(group._pool for group in groups))
     if any("OMP_NUM_THREADS" in environment for environment in (os.environ, *(pool.config.env_vars for pool in pools))):
         return
-    cpus = cpus_by_node()
+    cpus = ray_group.cpus_by_node()
     placements = [replace(each, cores=min(each.cores, cpus[each.node])) for pool in pools for each in pool.placements]
     shares = iter(thread_shares(placements))
     for pool in pools:
@@ -249,10 +236,10 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
     """
     config, plan = _config(options), with_absolute_paths(plan)
     processes = sum(pool.layout.world_size for pool in planned_pools(plan, config).values())
-    pickle_unimportable_modules_by_value()
+    ray_group.pickle_unimportable_modules_by_value()
     with ExitStack() as stack:
         with phase("starting Ray"):
-            stack.enter_context(running_ray(config, processes))
+            stack.enter_context(ray_group.running_ray(config, processes))
             pools, makers = _start_pools(plan, config, stack), worker_makers(plan)
             begun: dict[str, Callable[[], RayGroup]] = {}  # built in processes of their own while the others are
             if plan.rollout is not None and "engines" in pools:
@@ -276,7 +263,7 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
             pool.blobs.renew()
             transfer_weights()
 
-        devices = _num_devices(plan.layout.world_size + plan.layout.rollout, gpus_per_process(config))
+        devices = _num_devices(plan.layout.world_size + plan.layout.rollout, ray_group.gpus_per_process(config))
         apart = "scorers" in pools and not uses_device(plan.reward)  # type: ignore[arg-type]
         ends = stack.pop_all().close
         actor, engines = groups.pop("actor"), groups.pop("rollout", None)

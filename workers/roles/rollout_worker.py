@@ -27,16 +27,8 @@ from rollout.responses import OCCURRENCE, attach_responses, build_requests, numb
 from workers.model.model_config import ModelConfig
 from workers.ranks.dispatch_modes import Arguments, dispatch, join_rows, split_rows
 from workers.ranks.mesh import Ranks
-from workers.roles.carried_groups import (
-    GROUP,
-    join_in_order,
-    number_groups,
-    response_rows,
-    share_of,
-    shown_episodes,
-    split_groups,
-    with_begun,
-)
+from workers.roles import carried_groups
+from workers.roles.carried_groups import GROUP
 from workers.roles.sharding_manager import ShardingManager, engine_group, neighbours
 from workers.training.loading import checkpoint_family
 
@@ -252,7 +244,7 @@ class RolloutWorker:
                 plan.add_columns(rollouts, episodes)
             return self._own_rows(rollouts, OCCURRENCE, HOLDER)
 
-    @dispatch(split=split_groups, join=join_in_order)
+    @dispatch(split=carried_groups.split_groups, join=carried_groups.join_in_order)
     def advance(
         self,
         samples: DataProto,
@@ -285,13 +277,13 @@ class RolloutWorker:
                 "row"
             )
         if GROUP not in samples:
-            samples = number_groups(samples)
+            samples = carried_groups.number_groups(samples)
         sampling, samples = replace(sampling, n=1), samples[:]
         samples[HOLDER] = np.full(len(samples), self.ranks.rank("dp"))
         with self.sharding as sharding:
             with self.ranks.fail_together():
                 shared = sharding.preprocess_data(samples, together=GROUP)
-                groups = WholeGroups([str(uid) for uid in shared["uid"]], share_of(shared, wanted), due)
+                groups = WholeGroups([str(uid) for uid in shared["uid"]], carried_groups.share_of(shared, wanted), due)
                 if plan is None:
                     rollouts = self._advance_responses(shared, sampling, groups, weight_version)
                 else:
@@ -312,7 +304,7 @@ class RolloutWorker:
         requests = build_requests(samples, sampling)
         found = decode_groups(self.engine, requests, begun, sampling, groups, self.family, weight_version)
         rest = sampling, self.family, self.pad_token_id, self._no_experts
-        return response_rows(samples, found, groups.failure, *rest)
+        return carried_groups.response_rows(samples, found, groups.failure, *rest)
 
     def _advance_episodes(
         self, samples: DataProto, sampling: SamplingParams, groups: WholeGroups, weight_version: int, plan: Plan
@@ -326,13 +318,14 @@ class RolloutWorker:
 
         episodes, failure = drive(self.engine, self.engine_group, played)
         most = plan.limits.most_tokens(sampling.max_tokens)
-        samples[PLACE], shown = np.arange(len(samples)), shown_episodes(episodes)
+        samples[PLACE], shown = np.arange(len(samples)), carried_groups.shown_episodes(episodes)
         data = episode_columns(samples, shown, self.renderer, most, self._no_experts)
         plan.add_columns(data, shown)
         places = data.pop(non_tensor_batch_keys=[PLACE])[PLACE]
         ended = [episodes[place].ended is not None for place in places]
         begun = [[] if done else episodes[place].begun for place, done in zip(places, ended, strict=True)]
-        return with_begun(data, ended, begun, failure and (int(np.argmax(places == failure[0])), failure[1]))
+        failure = failure and (int(np.argmax(places == failure[0])), failure[1])
+        return carried_groups.with_begun(data, ended, begun, failure)
 
     @cached_property
     def renderer(self) -> TurnRenderer:
