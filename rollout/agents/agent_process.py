@@ -23,7 +23,7 @@ from rollout.agents.agent import Agent, AgentTask
 from rollout.agents.agent_host import AgentHost, Ended, Event, Given
 from rollout.agents.endpoint import Asked, require_endpoint
 from rollout.agents.messages import Decoded
-from rollout.environments.environment_process import die_with_parent, how_ended, pickled_for_process, preload, starting
+from rollout.environments.environment_process import die_with_parent, how_ended, pickled_for_process, preload, started
 
 CLOSING_S = 2.0
 """Seconds that agents get to end when a rollout has ended."""
@@ -63,13 +63,7 @@ class _Process:
 
     def __init__(self, agent: bytes) -> None:
         preload(__name__, agent)
-        context = multiprocessing.get_context("forkserver")
-        self.connection, far = context.Pipe()
-        method = multiprocessing.get_start_method()
-        with starting:
-            self.process = context.Process(target=_serve, args=(far, agent, method))
-            self.process.start()
-        far.close()
+        self.connection, self.process = started(_serve, agent, multiprocessing.get_start_method())
         try:
             self.connection.recv_bytes()  # once it has imported what the agent needs, however long that takes
         except (OSError, EOFError):

@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -89,17 +89,23 @@ def preload(module: str, pickled: bytes) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", module, *sorted(named)])
 
 
+def started(serve: Callable[..., None], *arguments: Any, daemon: bool = False) -> tuple[Connection, Any]:
+    """Our end of a connection, and the process that calls ``serve`` with the other end and ``arguments``."""
+    context = multiprocessing.get_context("forkserver")
+    connection, far = context.Pipe()
+    with starting:
+        process = context.Process(target=serve, args=(far, *arguments), daemon=daemon)
+        process.start()
+    far.close()
+    return connection, process
+
+
 class ProcessEnvironment:
     """The near end of an environment in another process."""
 
     def __init__(self, make_environment: bytes, memory: int) -> None:
         self.memory = memory
-        context = multiprocessing.get_context("forkserver")
-        self.connection, far = context.Pipe()
-        with starting:
-            self.process = context.Process(target=_serve, args=(far, make_environment, memory), daemon=True)
-            self.process.start()
-        far.close()
+        self.connection, self.process = started(_serve, make_environment, memory, daemon=True)
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Passes the row on."""
