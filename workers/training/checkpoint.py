@@ -255,7 +255,8 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
     draft.mkdir(parents=True)
     try:
         yield draft
-        _flush(draft)
+        for path in [*draft.rglob("*"), draft]:  # so that the rename below cannot overtake what is in it
+            wait_for_disk(path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -318,12 +319,6 @@ def set_random_states(states: dict[str, Any]) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes plain values, and others, such as paths, as their text; in the place of an earlier file only if all is written."""
     replace_file(path, (json.dumps(value, indent=2, default=str) + "\n").encode())
-
-
-def _flush(directory: Path) -> None:
-    """Waits until everything under ``directory`` is on disk, so that the rename cannot overtake its content."""
-    for path in [*directory.rglob("*"), directory]:
-        wait_for_disk(path)
 
 
 class Saving:
