@@ -20,13 +20,7 @@ from recipes.algorithms.registry import PREFERENCES, arguments_by_name
 from recipes.configs.dpo_config import PRESETS, TINY, DPOConfig, PreferenceConfig, parse
 from recipes.options import training_command
 from recipes.run.metrics import timed
-from recipes.run.preferences import (
-    REFERENCE,
-    ReferenceLogProbs,
-    on_tokens,
-    pair_metrics,
-    preference_task,
-)
+from recipes.run.preferences import REFERENCE, ReferenceLogProbs, on_tokens, pair_metrics, preference_task
 from recipes.run.supervised import SupervisedTask, learn_from, run_supervised, sent
 from rollout.answers import Grouping
 from workers import Roles

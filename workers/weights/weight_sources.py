@@ -24,15 +24,7 @@ from transformers.core_model_loading import (
 
 from dataproto.errors import CheckpointError
 from dataproto.vlm import VLMFamily
-from workers.weights.stored_tensors import (
-    CheckpointFiles,
-    Joined,
-    Range,
-    Stacked,
-    StoredTensor,
-    Swapped,
-    whole,
-)
+from workers.weights.stored_tensors import CheckpointFiles, Joined, Range, Stacked, StoredTensor, Swapped, whole
 
 Collected = dict[str, list[StoredTensor]]
 """Stored tensors of one conversion, by the pattern that their names match."""
