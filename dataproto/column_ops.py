@@ -234,8 +234,7 @@ def union_numpy_dict(tensor_dict1: dict[str, Array], tensor_dict2: Mapping[str, 
         for side in (tensor_dict1, tensor_dict2):
             if not isinstance(side[key], np.ndarray | RaggedTensor):
                 raise InvalidColumn(f"`{key}` is a {type(side[key]).__name__}, not a numpy array")
-    new = _new_columns(tensor_dict1, tensor_dict2)
-    tensor_dict1.update(new)
+    tensor_dict1.update(_new_columns(tensor_dict1, tensor_dict2))
     return tensor_dict1
 
 

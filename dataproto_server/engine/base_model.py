@@ -38,8 +38,7 @@ class BaseModel:
         self.renderer = ChunkRenderer(PromptBuilder.from_pretrained(path, LONGEST, image_cache_bytes=0))
         self.images = images_by_content(options.image_bytes)
         self._unscored: list[ScoredPrompt] = []
-        text = self.trainer.model.config.get_text_config()
-        self.vocabulary = int(text.vocab_size)
+        self.vocabulary = int(self.trainer.model.config.get_text_config().vocab_size)
         self.max_context_length = context_length(path, options)
         log.info("the model has been loaded in %.1f s", time.perf_counter() - began)
 

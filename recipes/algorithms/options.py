@@ -180,8 +180,7 @@ class AlgorithmConfig:
     @property
     def of_the_paper(self) -> list[str]:
         """The options that have the values of the papers of ``loss`` and ``advantage``."""
-        named = {"advantage": self.advantage, "kl_in": self.kl_in}
-        papers = paper_options(self.loss, named)
+        papers = paper_options(self.loss, {"advantage": self.advantage, "kl_in": self.kl_in})
         papers["kl_in"] = paper_options(self.loss, {"advantage": self.advantage})["kl_in"]
         papers["advantage"] = paper_options(self.loss, {})["advantage"]
         return [name for name, value in papers.items() if getattr(self, name) == value]

@@ -226,8 +226,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _segment_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *[None] * 6)
+    return (*_segment_attention_backward(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 6)
 
 
 segment_attention.register_autograd(_backward, setup_context=_setup_context)

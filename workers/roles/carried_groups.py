@@ -76,8 +76,7 @@ def split_groups(call: Arguments, parts: int) -> list[Arguments]:
 def join_in_order(results: Sequence[Any]) -> Any:
     """The rows of all ranks in the order of the whole batch."""
     joined = join_rows(results)
-    order = np.argsort(joined[ROW], kind="stable")  # an episode may have several rows
-    joined = joined[order]
+    joined = joined[np.argsort(joined[ROW], kind="stable")]  # an episode may have several rows
     joined.pop(non_tensor_batch_keys=[ROW])
     return joined
 

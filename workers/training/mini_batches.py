@@ -156,8 +156,7 @@ def pad_minibatches(parts: Sequence[np.ndarray | None], mask: Tensor, ranks: Ran
         InvalidColumn: a mini-batch has no response token on any rank; names it.
     """
     masks = (mask if part is None else mask[torch.from_numpy(part)] for part in parts)
-    mine = [(len(each), int((each != 0).sum())) for each in masks]
-    everybody = ranks.all_gather(mine, "dp")
+    everybody = ranks.all_gather([(len(each), int((each != 0).sum())) for each in masks], "dp")
     count = max(map(len, everybody))
     for number in range(count):
         held = [found[number] for found in everybody if number < len(found)]

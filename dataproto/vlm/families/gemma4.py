@@ -189,8 +189,7 @@ class Gemma4(VLMFamily):
     def layer_weights(self, text: Any, layer: int) -> int:
         """Attention, with keys that may be values too, or belong to an earlier layer; and a gated MLP."""
         heads, key_heads, size = self._heads(text, layer)
-        first_shared = int(text.num_hidden_layers) - int(text.num_kv_shared_layers)
-        shared = layer >= first_shared
+        shared = layer >= int(text.num_hidden_layers) - int(text.num_kv_shared_layers)
         alike = text.attention_k_eq_v and text.layer_types[layer] == "full_attention"
         keys = 0 if shared else key_heads * (1 if alike else 2)
         wide = int(text.intermediate_size) * (2 if text.use_double_wide_mlp and shared else 1)
