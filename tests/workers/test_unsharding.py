@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from helpers.batches import prompt_batch, with_responses
 from helpers.processes import check_all_passed, run_ranks, shared_folder, sharing
 from helpers.tiny_models import tiny_config, tiny_model
-from workers.parallel.fsdp import GatheredBytes, gathered_bytes
+from workers.parallel.fsdp import GatheredBytes, gathered_bytes, sharded_parts, weight_groups
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -49,15 +49,27 @@ def test_a_choice_for_scoring_does_not_take_back_that_for_updates(monkeypatch):
     assert choice.choose([choice.fitting(0.95, learns=False)]) == "gradients"
 
 
+def counts_each_weight_once(module, elements):
+    extra = gathered_bytes(module)
+    assert extra.weights == pytest.approx(4 * elements, rel=0.01)  # float32 on a CPU; shards may be uneven
+    assert extra.gradients == pytest.approx(2 * elements, rel=0.01)  # half of them is a rank's own shard
+
+
+def modules_that_are_gathered_together(model_type):
+    """Projections of recurrent layers, and blocks of a tower: each group counts once."""
+    actor = ActorWorker(ActorConfig(str(shared_folder() / model_type)), CPU, init_ranks(Layout(dp=2), CPU))
+    module = actor.module
+    counts_each_weight_once(module, sum(weight.numel() for weight in module.parameters()))
+    assert len(sharded_parts(module)) == len(list(weight_groups(module)))
+
+
 def chosen_on_ranks(shares, gradients):
     """Rank 1 has room for weights only. Two updates decide; the third uses it."""
     ranks = init_ranks(Layout(dp=2), CPU)
     actor = ActorWorker(ActorConfig(str(shared_folder() / MODEL), token_budget=25), CPU, ranks)
     model = actor.model
     elements = sum(weight.numel() for weight in model.module.parameters())
-    extra = gathered_bytes(model.module)
-    assert extra.weights == pytest.approx(4 * elements, rel=0.01)  # float32 on a CPU; shards may be uneven
-    assert extra.gradients == pytest.approx(2 * elements, rel=0.01)  # half of them is a rank's own shard
+    counts_each_weight_once(model.module, elements)
     assert isinstance(model.module, FSDPModule)
     model._unsharding = Unsharding(CPU, GatheredBytes(10, gradients[ranks.rank("dp")]))  # as on CUDA
     model._leave_unsharded("nothing")
@@ -83,10 +95,12 @@ def chosen_on_ranks(shares, gradients):
 
 def test_all_ranks_choose_what_fits_on_the_fullest(tmp_path):
     """The device of rank 1 is fuller; or its shards are larger, as uneven ones are."""
-    tiny_model(MODEL).save_pretrained(tmp_path / MODEL)
+    for model_type in (MODEL, "qwen3_5"):
+        tiny_model(model_type).save_pretrained(tmp_path / model_type)
     cases = {
         "fuller": partial(chosen_on_ranks, shares=(0.5, 0.8), gradients=(20, 20)),
         "uneven": partial(chosen_on_ranks, shares=(0.65, 0.65), gradients=(10, 20)),
+        "recurrent": partial(modules_that_are_gathered_together, "qwen3_5"),
     }
     with sharing(tmp_path):
         outcomes = run_ranks(2, cases, tmp_path)

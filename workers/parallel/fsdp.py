@@ -181,5 +181,6 @@ def weight_groups(module: nn.Module) -> Iterator[Any]:
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:
-    """The modules whose weights are gathered together."""
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+    """A module of each group of weights that are gathered together."""
+    parts = {id(part._get_fsdp_state()): part for part in module.modules() if isinstance(part, FSDPModule)}
+    return list(parts.values())
