@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from helpers.batches import prompt_batch, with_responses
 from helpers.processes import check_all_passed, run_ranks, shared_folder, sharing
 from helpers.tiny_models import tiny_config, tiny_model
-from workers.parallel.fsdp import GatheredBytes, gathered_bytes, sharded_parts, weight_groups
+from workers.parallel.fsdp import GatheredBytes, gathered_bytes, layer_groups, sharded_parts, weight_groups
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
@@ -23,6 +23,7 @@ from workers.training.training_model import Unsharding, device_share
 MODEL = "qwen2_5_vl"
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
+SIZES = [("blocks", 19), ("layers", 2)]
 
 
 def test_the_share_counts_what_others_hold_and_not_what_a_sleeping_engine_gave_back(monkeypatch):
@@ -61,6 +62,16 @@ def modules_that_are_gathered_together(model_type):
     module = actor.module
     counts_each_weight_once(module, sum(weight.numel() for weight in module.parameters()))
     assert len(sharded_parts(module)) == len(list(weight_groups(module)))
+
+
+def test_blocks_of_a_tower_are_gathered_together_and_decoder_layers_alone():
+    model = torch.nn.ModuleDict(
+        {name: torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(count)) for name, count in SIZES}
+    )
+    family = SimpleNamespace(repeated_layers=("blocks", "layers"), decoder_layers="layers")
+    groups = layer_groups(SimpleNamespace(model=model, family=family))
+    assert [len(group) for group in groups] == [8, 8, 3, 1, 1]
+    assert [layer for group in groups for layer in group] == [*model["blocks"], *model["layers"]]
 
 
 def chosen_on_ranks(shares, gradients):

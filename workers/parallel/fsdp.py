@@ -3,12 +3,12 @@
 With ``layout.replicas`` above 1 (HSDP) they are sharded over the ranks of each replica: weights are gathered and gradients
 scattered within a replica, which may be one node, and once an optimizer step each shard of the gradients is summed over replicas.
 
-Groups that are gathered together: each decoder layer, each vision block, the rest of the vision tower (patch embedding and
-mergers), and with the root the remaining weights: embedding, final norm and head. The root stays gathered from the beginning of
-the forward pass to the end of the backward pass, so ``lm_head.weight`` can be used as a plain weight, and tied weights are in one
-group. Split experts (`workers.parallel.expert`) form separate groups, over fewer ranks, and so do the projections of recurrent
-layers and what stays in float32: the rest of such a mixer, and a critic's value head. The tower's group is gathered by the
-tower's forward, so text-only batches never touch it.
+Groups that are gathered together: each decoder layer, each `TOWER_BLOCKS` blocks of a tower, the rest of the tower (patch
+embedding and mergers), and with the root the remaining weights: embedding, final norm and head. The root stays gathered from the
+beginning of the forward pass to the end of the backward pass, so ``lm_head.weight`` can be used as a plain weight, and tied
+weights are in one group. Split experts (`workers.parallel.expert`) form separate groups, over fewer ranks, and so do the
+projections of recurrent layers and what stays in float32: the rest of such a mixer, and a critic's value head. The tower's group
+is gathered by the tower's forward, so text-only batches never touch it.
 
 Gradients are summed over ranks, not averaged: each rank's loss is its rows' share of the loss of the mini-batch. `Unsharded` says
 what stays unsharded from one micro-batch to the next.
@@ -32,8 +32,11 @@ from workers.model.packed_model import PackedVLM
 from workers.model.patches import drop_sum_within_replica, drop_unreduced_gradient, end_backward_pass
 from workers.model.precision import mixed_precision
 from workers.parallel.expert import split_experts
-from workers.parallel.transform import Transform, repeated_layers
+from workers.parallel.transform import Transform
 from workers.ranks.mesh import Ranks
+
+TOWER_BLOCKS = 8
+"""Of a tower's blocks so many are gathered together: the host needs 3 ms for each gather and each reduction of one."""
 
 
 class FullySharded(Transform):
@@ -76,8 +79,8 @@ class FullySharded(Transform):
         for path in module.float32_parts:
             exact(module.get_submodule(path))
         towers = [module.model.get_submodule(tower) for tower in module.family.towers]
-        for block in (*repeated_layers(module), *towers):
-            shard(block, reshard_after_forward=True)
+        for group in (*layer_groups(module), *towers):
+            shard(group, reshard_after_forward=True)
         shard(module, reshard_after_forward=False)
         for part in sharded_parts(module):
             part.set_gradient_divide_factor(1.0)
@@ -139,6 +142,16 @@ class FullySharded(Transform):
             module.set_requires_all_reduce(True)  # type: ignore[operator]
             for group in weight_groups(module):
                 drop_sum_within_replica(group)
+
+
+def layer_groups(module: PackedVLM) -> list[list[nn.Module]]:
+    """The decoder layers, each alone, and the blocks of towers in groups of `TOWER_BLOCKS`."""
+    family, groups = module.family, []
+    for path in family.repeated_layers:
+        layers = list(module.model.get_submodule(path).children())
+        size = 1 if path == family.decoder_layers else TOWER_BLOCKS
+        groups += [layers[start : start + size] for start in range(0, len(layers), size)]
+    return groups
 
 
 @dataclass(frozen=True)
