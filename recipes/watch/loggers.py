@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dataproto.errors import DataProtoError, InvalidConfig, describe
+from dataproto.errors import DataProtoError, InvalidConfig, describe, replace_file
 from dataproto.extras import require_extra
 from recipes.algorithms.function_files import load_named_function
 from recipes.options.config_file import CONFIG_FILE
@@ -72,7 +72,7 @@ class LoggedRun:
         """Remembers the tracker's name for this run, so that a resumed run continues it."""
         self.directory.mkdir(parents=True, exist_ok=True)
         found = read_json(self.directory / TRACKER_IDS) | {tracker: name}
-        (self.directory / TRACKER_IDS).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        replace_file(self.directory / TRACKER_IDS, f"{json.dumps(found, indent=2)}\n".encode())
 
 
 class RunLogger(Protocol):

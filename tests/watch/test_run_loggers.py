@@ -1,11 +1,13 @@
+import errno
 import json
 import time
+from pathlib import Path
 
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dataproto.errors import InvalidConfig, MissingPackage
+from dataproto.errors import FileNotWritten, InvalidConfig, MissingPackage
 from recipes.run import RunConfig
 from recipes.watch.loggers import LoggedRun, check_loggers, open_loggers
 from recipes.watch.metrics_file import read_metrics
@@ -178,3 +180,21 @@ def test_tensorboard_has_every_picture_and_text_of_the_rollouts(tmp_path):
     text = events.Tensors("rollouts/01/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    <b>5</b>" in text
     assert "**reward** 0.1" in text
+
+
+def test_a_write_that_is_cut_short_keeps_the_names_that_trackers_have(tmp_path, monkeypatch):
+    run = LoggedRun(tmp_path)
+    run.save_id("one", "first")
+    own = Path.write_bytes
+
+    def cut(path, content):
+        own(path, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", cut)
+    with pytest.raises(FileNotWritten, match="No space left"):
+        run.save_id("two", "second")
+    monkeypatch.undo()
+    assert (run.saved_id("one"), run.saved_id("two")) == ("first", None)
+    run.save_id("two", "second")
+    assert (run.saved_id("one"), run.saved_id("two")) == ("first", "second")
