@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from workers.training import checkpoint
 from workers.training.checkpoint import (
     checkpoint_steps,
     latest_checkpoint,
@@ -32,6 +33,17 @@ def test_a_draft_left_by_a_killed_run_is_ignored_and_replaced(tmp_path):
     with writing_checkpoint(tmp_path, 3) as directory:
         (directory / "a").write_text("fresh")
     assert [entry.name for entry in (tmp_path / "global_step_3").iterdir()] == ["a"]
+
+
+def test_a_checkpoint_is_on_disk_with_its_name(tmp_path, monkeypatch):
+    on_disk = []
+    monkeypatch.setattr(
+        checkpoint, "wait_for_disk", lambda path: on_disk.append((path.name, (tmp_path / "global_step_4").exists()))
+    )
+    with writing_checkpoint(tmp_path, 4) as directory:
+        (directory / "weights").write_text("w")
+    partial = ".global_step_4.partial"
+    assert on_disk == [("weights", False), (partial, False), (tmp_path.name, True)]
 
 
 def test_only_the_newest_are_kept(tmp_path):

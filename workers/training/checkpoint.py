@@ -262,6 +262,7 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
         raise
     shutil.rmtree(target, ignore_errors=True)
     draft.rename(target)
+    wait_for_disk(root)
 
 
 def prune_checkpoints(root: Path, keep: int, spared: int | None = None) -> None:
