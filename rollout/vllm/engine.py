@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
+from threading import Thread
 from typing import Any, ClassVar
 
 import torch
@@ -415,6 +416,12 @@ class VLLMEngine:
         """Allocates the weights; `generate` allocates the KV cache. See `RolloutEngine.wake`."""
         self.memory.wake()
         return self.memory.has_weights
+
+    def make_room(self) -> None:
+        """Begins to free the memory that the engine will need to wake, in a thread, while this process waits for a call."""
+        if self.memory.freed_bytes:
+            device = torch.cuda.current_device()  # which is a thread's own
+            Thread(target=self.memory.make_room, args=(device,), name="make room").start()
 
     def wake_kv_cache(self) -> None:
         """Allocates the KV cache, if sleep freed it. `generate` calls this."""

@@ -104,7 +104,8 @@ class EngineMemory:
         self.has_weights = True
         """Whether the engine has all its weights."""
         self._awake = self._has_kv_cache = True
-        self._freed_bytes = 0  # by the last sleep
+        self.freed_bytes = 0
+        """By the last sleep."""
         self._got_weights = False  # since the last sleep
         self._rollouts = 0  # with new weights
         self.keep_state()
@@ -143,7 +144,7 @@ class EngineMemory:
             self.keep_state()
             before = torch.cuda.mem_get_info()[0]
             self.llm.collective_rpc("sleep", kwargs={"level": max(self.sleep_level, 1)})  # see `PolicyWorker` for 0
-            self._freed_bytes = torch.cuda.mem_get_info()[0] - before
+            self.freed_bytes = torch.cuda.mem_get_info()[0] - before
             if self._got_weights:
                 self._rollouts += 1
                 if self._rollouts == COMPILED:  # vLLM collects garbage at each sleep, and from 0.32 on as it wakes
@@ -155,7 +156,7 @@ class EngineMemory:
     def wake(self) -> None:
         """Allocates the weights."""
         if not self._awake:
-            self._empty_torch_cache()
+            self.make_room()
             self.llm.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
             self._awake = True
             self.restore_state()
@@ -172,11 +173,13 @@ class EngineMemory:
     def wake_kv_cache(self) -> None:
         """Allocates the KV cache."""
         if not self._has_kv_cache:
-            self._empty_torch_cache()
+            self.make_room()
             self.llm.collective_rpc("wake_up", kwargs={"tags": ["kv_cache"]})
             self._has_kv_cache = True
 
-    def _empty_torch_cache(self) -> None:
-        """Returns torch's cached blocks to the device if too little memory is free for what the last sleep freed."""
-        if torch.cuda.mem_get_info()[0] < self._freed_bytes:
+    def make_room(self, device: int | None = None) -> None:
+        """Returns torch's cached blocks to the device, by default the current one, if too little memory is free for what the last
+        sleep freed.
+        """
+        if torch.cuda.mem_get_info(device)[0] < self.freed_bytes:
             torch.cuda.empty_cache()

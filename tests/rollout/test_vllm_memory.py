@@ -1,6 +1,7 @@
 """The memory of a vLLM engine on CUDA, whose calls are counted here: vLLM cannot sleep on a CPU."""
 
 import gc
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -38,3 +39,38 @@ def test_garbage_is_looked_for_in_what_came_after_the_first_step_of_training(mon
 
     assert len(slept) == 5
     assert frozen == [4]
+
+
+@pytest.mark.parametrize(("free", "emptied"), [(3, 1), (5, 0)])
+def test_memory_for_an_engine_that_sleeps_is_freed_while_the_process_waits(monkeypatch, free, emptied):
+    """The sleep frees 4 GiB; of them ``free`` are left once a model has trained."""
+    from rollout.vllm.engine import VLLMEngine
+    from rollout.vllm.memory import EngineMemory
+    from workers.roles.sharding_manager import ShardingManager
+
+    gib, calls, left = 1 << 30, [], [1]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device=None: (calls.append(device), (left[-1] * gib, 9 * gib))[1]
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+
+    def answered(method, args=(), kwargs=None):
+        left.extend([5] if method == "sleep" else [])
+        return [{}]
+
+    engine = object.__new__(VLLMEngine)
+    engine.memory = EngineMemory(SimpleNamespace(collective_rpc=answered), torch.device("cuda"), sleep_level=1)
+    shared, alone = (ShardingManager(engine, list, shares_device=shares) for shares in (True, False))
+    shared.mark_stale()  # before the first sleep
+    engine.memory.sleep()
+    left.append(free)
+    calls.clear()
+    alone.mark_stale()
+    assert calls == []
+    shared.mark_stale()
+    for thread in threading.enumerate():
+        if thread.name == "make room":
+            thread.join()
+    assert calls == [7, *["emptied"] * emptied]

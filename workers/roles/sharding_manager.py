@@ -184,8 +184,10 @@ class ShardingManager:
         self._rollout_random: dict[str, Any] | None = None
 
     def mark_stale(self) -> None:
-        """Marks the engine's weights as stale: the next entry streams the actor's."""
+        """Marks the engine's weights as stale: the next entry streams the actor's. An engine may prepare for it now."""
         self.stale = True
+        if self.shares_device and hasattr(self.engine, "make_room"):
+            self.engine.make_room()
 
     def __enter__(self) -> "ShardingManager":
         """Wakes the engine; an error of one engine is raised on all ranks, see `Ranks.fail_together`."""
