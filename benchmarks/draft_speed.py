@@ -35,7 +35,6 @@ from torch import Tensor  # noqa: E402
 
 from benchmarks.random_checkpoint import make  # noqa: E402
 from benchmarks.rollout import prompts_of, synchronize  # noqa: E402
-from rollout.drafts import Drafts  # noqa: E402
 from rollout.engine import SamplingParams, create_engine  # noqa: E402
 from rollout.responses import build_requests  # noqa: E402
 from rollout.sampling import draw_tokens  # noqa: E402
@@ -43,45 +42,71 @@ from rollout.sampling import draw_tokens  # noqa: E402
 RATES = (0.0, 0.5, 0.77, 1.0)
 
 
-class RecordedTokens(Drafts):
-    """Has a sampler take recorded tokens as its samples, and draft them at a rate."""
+class RecordedTokens:
+    """Has a sampler take recorded tokens as its samples."""
 
-    def __init__(self, sampler: Any, recorded: dict[int, list[int]], head: Callable[[int, int], Tensor] | None) -> None:
-        """``recorded`` tokens by the seeds of their requests; ``head`` does the work of a number of rows and of drafts."""
-        super().__init__(sampler.banned_ids, sampler.device)
-        self.sampler, self.head, self.rate = sampler, head, 1.0
-        self.known: dict[int, int] = {}  # tokens of the request in a slot
+    def __init__(self, sampler: Any, recorded: dict[int, list[int]], payoff: Any) -> None:
+        """``recorded`` tokens by the seeds of their requests. ``payoff`` decides which passes have drafts, if any decides."""
+        self.sampler, self.payoff = sampler, payoff
         self.place = {seed: place for place, seed in enumerate(recorded)}
-        self.tokens = np.array(list(recorded.values()), dtype=np.int64)
-        self.on_device = torch.from_numpy(self.tokens).to(sampler.device)
+        self.tokens = torch.tensor(list(recorded.values()), device=sampler.device)
         self.words = int(self.tokens.max()) + 1
-        self._coins = np.random.default_rng(0)
+        self._seeds = np.zeros(0, dtype=np.uint64)  # of the slots
         self.begin(1.0)
-        self._draw, sampler._draw, sampler.drafts = sampler._draw, self.draw, self
-        self._next_drafts, sampler.next_drafts = sampler.next_drafts, self.next_drafts
-
-    def draw(self, logits: Tensor, rows: np.ndarray, steps: np.ndarray, *rest: Any) -> Tensor:
-        """In place of `PolicySampler._draw`, whose work it does."""
-        self._draw(logits, rows, steps, *rest)
-        seeds = self.sampler.seeds[self.sampler._rows[rows]].tolist()
-        places = np.array([self.place.get(seed, 0) for seed in seeds])
-        at = self.sampler._sent(np.stack([places, steps.clip(0, self.tokens.shape[1] - 1)]))
-        return self.on_device[at[0], at[1]]
+        self._draw, sampler._draw = sampler._draw, self.draw
+        self._places, sampler._places = sampler._places, self.places
+        if payoff is not None:
+            self._passed, payoff.passed = payoff.passed, self.passed
 
     def begin(self, rate: float) -> None:
         """Drafts are kept at this rate from now on; whether they pay is found out anew."""
         self.rate = rate
         self.passes: dict[str, list[float]] = {"with": [], "without": []}  # drafts; seconds of each
-        self._last: tuple[str, float] | None = None  # the pass that runs, and its beginning
-        self._compared.clear()
+        self._ended = 0.0  # when the last pass ended
+        if self.payoff is not None:
+            self.payoff._compared.clear()
 
-    def pay(self, rows: int) -> bool:
-        now, last = time.perf_counter(), self._last
-        if last is not None:
-            self.passes[last[0]].append(now - last[1])
-        drafts = super().pay(rows)
-        self._last = "with" if drafts else "without", now
-        return drafts
+    def passed(self, rows: int, tokens: int, drafted: bool) -> None:
+        """In place of `Payoff.passed`, whose work it does."""
+        before, self._ended = self._ended, time.perf_counter()
+        if before:
+            self.passes["with" if drafted else "without"].append(self._ended - before)
+        self._passed(rows, tokens, drafted)
+
+    def places(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """In place of `PolicySampler._places`, whose work it does."""
+        self._at = found = self._places(*given)
+        return found
+
+    def draw(self, *given: Any) -> Tensor:
+        """In place of `PolicySampler._draw`, whose work it does."""
+        self._draw(*given)
+        slots, places, _ = self._at
+        return self.recorded(slots, places - 1)
+
+    def recorded(self, slots: Tensor, numbers: Tensor) -> Tensor:
+        """The recorded tokens of the requests in ``slots``, with these numbers."""
+        if not np.array_equal(self._seeds, self.sampler.seeds):
+            self._seeds = self.sampler.seeds.copy()
+            self._of_slot = self.sampler._sent(np.array([self.place.get(seed, 0) for seed in self._seeds.tolist()]))
+        return self.tokens[self._of_slot[slots], numbers.clamp(0, self.tokens.shape[1] - 1)]
+
+
+class HostDrafts(RecordedTokens):
+    """Has a sampler that drafts on the host draft the recorded tokens at a rate."""
+
+    def __init__(self, sampler: Any, recorded: dict[int, list[int]], head: Callable[[int, int], Tensor] | None) -> None:
+        """``head`` does the work of a number of rows and of drafts."""
+        drafts = sampler.drafts
+        super().__init__(sampler, recorded, drafts._payoff)
+        self.head = head
+        self.known: dict[int, int] = {}  # tokens of the request in a slot
+        self.on_host = self.tokens.cpu().numpy()
+        self._coins = np.random.default_rng(0)
+        self._open, drafts.open = drafts.open, self.open
+        self._add, drafts.add = drafts.add, self.add
+        drafts.next_tokens = self.next_tokens
+        self._next_drafts, sampler.next_drafts = sampler.next_drafts, self.next_drafts
 
     def next_drafts(self, sampled: Sequence[Sequence[int]], most: int) -> list[list[int]] | None:
         """In place of `PolicySampler.next_drafts`, whose work it does next to that of a head."""
@@ -91,20 +116,40 @@ class RecordedTokens(Drafts):
         return found
 
     def open(self, number: int, key: Hashable, prompt: Tensor) -> None:
-        super().open(number, key, prompt)
+        """In place of `Drafts.open`, whose work it does."""
+        self._open(number, key, prompt)
         self.known[number] = 0
 
     def add(self, number: int, token_ids: Sequence[int]) -> None:
-        super().add(number, token_ids)
+        """In place of `Drafts.add`, whose work it does."""
+        self._add(number, token_ids)
         self.known[number] += len(token_ids)
 
     def next_tokens(self, number: int, most: int) -> list[int]:
         """The tokens that come next, each with the probability of the rate, and else others."""
-        own = self.tokens[self.place[int(self.sampler.seeds[number])]]
+        own = self.on_host[self.place[int(self.sampler.seeds[number])]]
         draft = own[self.known[number] : self.known[number] + most]
         draft = np.pad(draft, (0, most - len(draft)))
         found: list[int] = np.where(self._coins.random(most) < self.rate, draft, (draft + 1) % self.words).tolist()
         return found
+
+
+class HeadDrafts(RecordedTokens):
+    """Has a sampler that drafts by the head of the model, on the device, draft the recorded tokens at a rate."""
+
+    def __init__(self, sampler: Any, recorded: dict[int, list[int]], payoff: Any) -> None:
+        super().__init__(sampler, recorded, payoff)
+        self._propose, sampler._own_propose = sampler._own_propose, self.propose
+
+    def propose(self, *given: Any, dummy_run: bool = False, **options: Any) -> Tensor:
+        """In place of vLLM's drafts by the head, whose work it does."""
+        drafts: Tensor = self._propose(*given, dummy_run=dummy_run, **options)
+        if dummy_run or self.sampler._drawn is None:
+            return drafts
+        coming = self.sampler._first + self.sampler._drawn[1]
+        numbers = coming[:, None] + torch.arange(drafts.shape[1], device=drafts.device)
+        draft = self.recorded(self.sampler._streams[0][:, None], numbers)
+        return draft.where(torch.rand(draft.shape, device=draft.device) < self.rate, (draft + 1) % self.words)
 
 
 def head_work(config: Any, device: torch.device) -> Callable[[int, int], Tensor]:
@@ -138,12 +183,15 @@ def measure(arguments: argparse.Namespace, drafted: int) -> None:
     with mock.patch("rollout.vllm.startup.check_states"):
         engine: Any = create_engine("vllm", str(path), speculate=drafted, **options | json.loads(arguments.options))
     runner = f"{type(engine.sampler).__name__}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}"
-    take = None
+    take: RecordedTokens | None = None
     if drafted:
         recorded = {int(seed): ids for seed, ids in json.loads(file.read_text()).items()}
-        config = engine.llm.model_config.hf_config
-        head = None if arguments.without_head or engine.sampler.by_head else head_work(config, engine.device)
-        take = RecordedTokens(engine.sampler, recorded, head)
+        if engine.sampler.drafts is None:
+            take = HeadDrafts(engine.sampler, recorded, engine.engine.engine_core.engine_core.scheduler._payoff)
+        else:
+            config = engine.llm.model_config.hf_config
+            head = None if arguments.without_head else head_work(config, engine.device)
+            take = HostDrafts(engine.sampler, recorded, head)
     whole = list(engine.generate(requests, sampling))  # all rows, whatever is timed; builds kernels and graphs
     if take is None:
         file.write_text(json.dumps({requests[each.request].seed: each.token_ids for each in whole}))

@@ -30,24 +30,54 @@ AGAIN = 64, 256, 1024
 class _Comparison:
     """Compares passes that have drafts with passes that have none, over about equally many rows."""
 
-    passes: list[tuple[float, float]] = field(default_factory=list)  # tokens a row and seconds of each compared pass
+    passes: tuple[list[tuple[float, float]], list[tuple[float, float]]] = field(default_factory=lambda: ([], []))
+    """Tokens a row and seconds of each compared pass, without drafts and with them."""
     number: int = 0  # of passes until now
 
     def drafts(self) -> bool:
         """Whether the next pass has drafts."""
-        if len(self.passes) < 2 * TRIAL:
-            return len(self.passes) < TRIAL
-        parts = (zip(*part, strict=True) for part in (self.passes[:TRIAL], self.passes[TRIAL:]))
-        with_drafts, without = (mean(tokens) / median(seconds) for tokens, seconds in parts)
-        return with_drafts > without
+        without, with_drafts = self.passes
+        if len(with_drafts) < TRIAL or len(without) < TRIAL:
+            return len(with_drafts) < TRIAL
+        rates = [
+            mean(tokens) / median(seconds) for tokens, seconds in (zip(*part, strict=True) for part in self.passes)
+        ]
+        return rates[1] > rates[0]
 
-    def note(self, tokens: float, seconds: float) -> None:
+    def note(self, drafted: bool, tokens: float, seconds: float) -> None:
         """A pass has given so many tokens a row."""
         self.number += 1
         if self.number in AGAIN or not self.number % AGAIN[-1]:
-            self.passes.clear()
-        elif len(self.passes) < 2 * TRIAL:
-            self.passes.append((tokens, seconds))
+            self.passes = [], []
+        elif len(self.passes[drafted]) < TRIAL:
+            self.passes[drafted].append((tokens, seconds))
+
+
+class Payoff:
+    """Whether the passes of an engine with drafts have given more tokens a second than those without."""
+
+    def __init__(self) -> None:
+        self._compared: dict[int, _Comparison] = {}  # by the number of binary digits of the number of rows
+        self.restart()
+
+    def restart(self) -> None:
+        """The pass that is running is not compared: it reads a prompt, or is the first one."""
+        self._began = 0, 0.0  # binary digits of its number of rows, and its beginning
+
+    def passed(self, rows: int, tokens: int, drafted: bool) -> None:
+        """A pass has ended that gave ``tokens`` to ``rows``, and another one runs."""
+        now, digits = perf_counter(), rows.bit_length()
+        before, began = self._began
+        if rows and before == digits:
+            self._of(rows).note(drafted, tokens / rows, now - began)
+        self._began = digits, now
+
+    def drafts(self, rows: int) -> bool:
+        """Whether the next pass over so many rows has drafts."""
+        return self._of(rows).drafts()
+
+    def _of(self, rows: int) -> _Comparison:
+        return self._compared.setdefault(rows.bit_length(), _Comparison())
 
 
 @dataclass(eq=False)
@@ -67,6 +97,11 @@ class _Sample:
     began: bool = False  # whether it has drawn a token
 
 
+def payoff_on(device: torch.device | None) -> Payoff | None:
+    """What decides which passes have drafts; ``None`` where all have some."""
+    return Payoff() if device is not None and device.type == "cuda" else None
+
+
 class Drafts:
     """The open samples of an engine.
 
@@ -82,11 +117,10 @@ class Drafts:
 
     def __init__(self, banned_ids: Collection[int] = (), device: torch.device | None = None) -> None:
         """A draft ends before the first of ``banned_ids``. On a ``device`` without CUDA each pass has drafts."""
-        self._banned, self._on_cuda = frozenset(banned_ids), device is not None and device.type == "cuda"
+        self._banned, self._payoff = frozenset(banned_ids), payoff_on(device)
         self._groups: dict[Hashable, _Group] = {}
         self._samples: dict[int, _Sample] = {}
-        self._compared: dict[int, _Comparison] = {}  # by the number of binary digits of the number of rows
-        self._added, self._began = 0, (0, 0.0)  # tokens of this pass; digits and time at its beginning
+        self._added, self._drafted = 0, True  # tokens of this pass, and whether it has drafts
 
     def open(self, number: int, key: Hashable, prompt: Tensor) -> None:
         """Adds sample ``number`` of the group ``key``; samples of one ``prompt (P',)`` of token ids share the tensor."""
@@ -101,22 +135,23 @@ class Drafts:
     def add(self, number: int, token_ids: Sequence[int]) -> None:
         """Adds tokens that a sample has drawn."""
         sample = self._samples[number]
-        if not sample.began:  # this pass read a prompt too, and is not compared
-            sample.began, self._began = True, (0, 0.0)
+        if not sample.began:  # this pass read a prompt too
+            sample.began = True
+            self._restart()
         sample.last = _learn(sample.group, sample.last, token_ids)
         self._added += len(token_ids)
 
     def pay(self, rows: int) -> bool:
         """Whether the next pass, over so many rows, has drafts. To be asked once before each pass."""
-        if not self._on_cuda:
+        if self._payoff is None:
             return True
-        now, digits = perf_counter(), rows.bit_length()
-        compared = self._compared.setdefault(digits, _Comparison())
-        before, began = self._began
-        if rows and before == digits:
-            compared.note(self._added / rows, now - began)
-        self._added, self._began = 0, (digits, now)
-        return compared.drafts()
+        self._payoff.passed(rows, self._added, self._drafted)
+        self._added, self._drafted = 0, self._payoff.drafts(rows)
+        return self._drafted
+
+    def _restart(self) -> None:
+        if self._payoff is not None:
+            self._payoff.restart()
 
     def next_tokens(self, number: int, most: int) -> list[int]:
         """At most ``most`` tokens that followed the sample's last ones before; none if these are new to its group."""
@@ -139,7 +174,7 @@ class Drafts:
             if not sample.group.samples:
                 del self._groups[sample.key]
         if not self._samples:
-            self._began = 0, 0.0  # the engine may do something else before its next pass
+            self._restart()  # the engine may do something else before its next pass
 
 
 def _learn(group: _Group, last: list[int], token_ids: Sequence[int]) -> list[int]:

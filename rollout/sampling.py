@@ -22,7 +22,8 @@ from rollout.engine import SamplingParams, TopLogProbs
 BANNED_LOGIT = -1e30
 """Finite, so that p * log p of a banned token is 0 and not NaN."""
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
+_GOLDEN, *_FACTORS = (each - (1 << 64) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""Of SplitMix64, as signed numbers of 64 bits."""
 
 
 def project(states: Tensor, weight: Tensor, cap: SoftCap | None = None) -> Tensor:
@@ -207,24 +208,37 @@ def turn_seed(seed: int, turn: int) -> int:
     return derive_seed(seed, "turn", turn) if turn else seed
 
 
-def uniforms(seeds: np.ndarray, step: int | np.ndarray) -> np.ndarray:
+def uniforms(seeds: Any, step: Any) -> Any:
     """Number ``step`` (one int for all rows, or ``(B,)``) of the streams of ``seeds (B,)``: ``(B,)`` float64 in [0, 1).
 
-    SplitMix64 (Steele et al. 2014) in counter mode.
+    SplitMix64 (Steele et al. 2014) in counter mode, for arrays, or for int64 tensors that hold the bits of the seeds.
 
     >>> draws = uniforms(np.array([1, 2], dtype=np.uint64), step=0)
     >>> bool(((draws >= 0) & (draws < 1)).all()), bool(draws[0] != draws[1])
     (True, True)
+    >>> bool((uniforms(torch.tensor([1, 2]), 0).numpy() == draws).all())
+    True
     """
+    if isinstance(seeds, Tensor):
+        return _bits(seeds, step).double() * 2.0**-53
     with np.errstate(over="ignore"):
-        z = _mix(seeds.astype(np.uint64)) + (np.asarray(step, dtype=np.uint64) + np.uint64(1)) * _GOLDEN
-        return (_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return _bits(seeds.astype(np.uint64).view(np.int64), np.asarray(step).astype(np.int64)) * 2.0**-53
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def _bits(seeds: Any, step: Any) -> Any:
+    """The upper 53 bits of a number of the streams."""
+    return _shifted(_mix(_mix(seeds) + (step + 1) * _GOLDEN), 11)
+
+
+def _mix(z: Any) -> Any:
+    z = (z ^ _shifted(z, 30)) * _FACTORS[0]
+    z = (z ^ _shifted(z, 27)) * _FACTORS[1]
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Any, bits: int) -> Any:
+    """Numbers of 64 bits, shifted to the right and filled up with zeros."""
+    return (z >> bits) & ((1 << 64 - bits) - 1)
 
 
 def completes_stop_text(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> bool:

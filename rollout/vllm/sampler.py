@@ -48,9 +48,6 @@ class Slot:
 
     sampling: SamplingParams
     stop_id: int | None
-    drafted: int = 0  # tokens
-    filled: int = 0  # tokens that only make the draft for the next step longer
-    steps: int = 0
     top: dict[int, list[TopLogProbs]] = field(default_factory=dict)  # by place, counted from 1
 
 
@@ -71,10 +68,10 @@ class PolicySampler(Sampler):
         self.expert_slots: ExpertSlots | None = None
         self.device: torch.device = runner.device
         self.drafts: Drafts | None = None
-        if runner.speculative_config is not None:
+        self.takes_drafts = runner.speculative_config is not None
+        if self.takes_drafts:
             alone = runner.vllm_config.parallel_config.world_size == 1  # ranks that run one vLLM take the same steps
             self.drafts = Drafts(self.banned_ids, self.device if alone else None)
-        self.by_head = False  # the model drafts where no n-gram is found
         # Log-probs are read after their tokens reached the host: reading them need not wait for the current step.
         self.side_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._clear()
@@ -83,8 +80,11 @@ class PolicySampler(Sampler):
         self.slots: dict[int, Slot] = {}
         self.seeds = np.zeros(0, dtype=np.uint64)
         self.drawn = np.zeros(0, dtype=np.int64)
+        self.filled = np.zeros(0, dtype=np.int64)  # tokens that only make the draft for the next step longer
         # Log-probs (slots, tokens). The first column is for tokens that vLLM discards, of prompts that are read in parts.
         self.found = torch.zeros(0, 1 + FIRST_COLUMNS, device=self.device)
+        # At the first token of each step of a row the number of its drafts and 1, else 0; if the engine drafts any.
+        self.begun = torch.zeros(0, 1 + FIRST_COLUMNS, dtype=torch.uint8, device=self.device)
         self._free: list[int] = []
         self._rows = np.zeros(0, dtype=np.int64)  # the slots of the rows of a step
         self._names: list[str] = []
@@ -103,7 +103,7 @@ class PolicySampler(Sampler):
         slot = self._free.pop()
         self._name_of.pop(slot, None)
         self.slots[slot] = Slot(sampling, stop_id)
-        self.seeds[slot], self.drawn[slot] = seed, drawn
+        self.seeds[slot], self.drawn[slot], self.filled[slot] = seed, drawn, 0
         return slot
 
     def take_drafts(self) -> None:
@@ -127,13 +127,19 @@ class PolicySampler(Sampler):
         """How many tokens were drafted for the request in a slot, and how many of its ``count`` tokens took no step of their own;
         ``None`` if the engine drafts none.
         """
-        found = self.slots[slot]
-        return None if self.drafts is None else (found.drafted, max(count - found.steps, 0))
+        if not self.takes_drafts:
+            return None
+        begun = self._first_of(self.begun, slot, count)
+        steps = sum(map(bool, begun))
+        return sum(begun) - steps, count - steps
 
     def log_probs(self, slot: int, count: int) -> list[float]:
         """Log-probs of the first ``count`` sampled tokens of the request in a slot."""
+        return self._first_of(self.found, slot, count)
+
+    def _first_of(self, values: Tensor, slot: int, count: int) -> list[Any]:
         with nullcontext() if self.side_stream is None else torch.cuda.stream(self.side_stream):
-            return self.found[slot, 1 : 1 + count].tolist()
+            return values[slot, 1 : 1 + count].tolist()
 
     def experts(self, slot: int, tokens: int) -> Tensor | None:
         """The experts ``(tokens, M, k)`` of the first tokens of the request in a slot, if they are recorded."""
@@ -180,10 +186,10 @@ class PolicySampler(Sampler):
         """
         rows = np.repeat(np.arange(len(drafted)), drafted + 1)
         ahead = np.arange(len(rows)) - np.repeat(np.cumsum(drafted + 1) - (drafted + 1), drafted + 1)
-        for slot, count in zip(self._rows.tolist(), drafted.tolist(), strict=True):
-            if slot in self.slots:
-                self.slots[slot].drafted += max(count - self.slots[slot].filled, 0)
-        tokens = self._draw(logits, rows, (steps - drafted)[rows] + ahead, discarded[rows], *self._parts_of(rows))
+        begun = np.where(ahead, 0, 1 + np.maximum(drafted - self.filled[self._rows], 0)[rows])
+        tokens = self._draw(
+            logits, rows, (steps - drafted)[rows] + ahead, discarded[rows], *self._parts_of(rows), begun
+        )
         place = self._sent(np.stack([rows, ahead]))
         drawn = tokens.new_full((len(drafted), 1 + int(drafted.max(initial=0))), -1)
         drawn[place[0], place[1]] = tokens
@@ -219,9 +225,9 @@ class PolicySampler(Sampler):
             found[row] = self.drafts.next_tokens(slots[row], most)
         filled = self.side_stream is not None and any(found)
         for row in rows:
-            missing = most - len(found[row]) if filled and (found[row] or not self.by_head) else 0
+            missing = most - len(found[row]) if filled else 0
             found[row] += [0] * missing
-            self.slots[slots[row]].filled = missing
+            self.filled[slots[row]] = missing
         return found
 
     def _begin_step(self) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -232,14 +238,7 @@ class PolicySampler(Sampler):
             self.expert_slots.record(slots_of_step(self.runner, self.expert_slots.group))
         if names != self._names:
             self._set_names(names)
-        self._count_steps(discarded)
         return names, steps, discarded
-
-    def _count_steps(self, discarded: np.ndarray) -> None:
-        if self.drafts is not None:
-            for slot, skipped in zip(self._rows.tolist(), discarded.tolist(), strict=True):
-                if slot in self.slots and not skipped:
-                    self.slots[slot].steps += 1
 
     def _draw(
         self,
@@ -249,22 +248,19 @@ class PolicySampler(Sampler):
         discarded: np.ndarray,
         parts: Sequence[tuple[slice | Tensor, Slot]],
         order: Tensor | None,
+        begun: np.ndarray | None = None,
     ) -> Tensor:
-        """Tokens ``(N,)`` for ``logits (N, V)``, which are token number ``steps (N,)`` of ``rows (N,)``; notes log-probs."""
-        places = np.where(discarded, 0, steps + 1)
-        self._add_columns(int(places.max(initial=0)))
-        slots = self._rows[rows]
-        numbers = uniforms(self.seeds[slots], self.drawn[slots] + np.where(discarded, 0, steps))
-        sent = self._sent(np.stack([slots, places, numbers.view(np.int64)]))
+        """Tokens ``(N,)`` for ``logits (N, V)``, which are token number ``steps (N,)`` of ``rows (N,)``; notes log-probs and
+        ``begun (N,)``, by default that each token has a step of its own.
+        """
+        slots, places, numbers = self._places(rows, steps, discarded)
         for row, slot in self._with_top:
             for place in np.flatnonzero(rows == row):
                 found = policy_log_probs(logits[place, None], slot.sampling.temperature or 1.0, self.banned_ids)
                 slot.top[int(places[place])] = likeliest(found, slot.sampling.top_log_probs)
         chosen, log_probs = [], []
         for part, slot in parts:
-            tokens, values = sample(
-                logits[part], slot.sampling, sent[2, part].view(torch.float64), self.banned_ids, self.undrawn_ids
-            )
+            tokens, values = sample(logits[part], slot.sampling, numbers[part], self.banned_ids, self.undrawn_ids)
             if slot.stop_id is not None:  # a row with non-finite logits ends here; its log-prob reports it
                 tokens = tokens.where(values.isfinite(), slot.stop_id)
             chosen.append(tokens)
@@ -272,8 +268,19 @@ class PolicySampler(Sampler):
         tokens, values = torch.cat(chosen), torch.cat(log_probs)
         if order is not None:
             tokens, values = tokens[order], values[order]
-        self.found[sent[0], sent[1]] = values
+        self.found[slots, places] = values
+        if self.takes_drafts:
+            self.begun[slots, places] = 1 if begun is None else self._sent(begun.astype(np.uint8))
         return tokens
+
+    def _places(self, rows: np.ndarray, steps: np.ndarray, discarded: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots, columns of `found` and random numbers ``(N,)`` for tokens number ``steps (N,)`` of ``rows (N,)``."""
+        places = np.where(discarded, 0, steps + 1)
+        self._add_columns(int(places.max(initial=0)))
+        slots = self._rows[rows]
+        numbers = uniforms(self.seeds[slots], self.drawn[slots] + np.where(discarded, 0, steps))
+        sent = self._sent(np.stack([slots, places, numbers.view(np.int64)]))
+        return sent[0], sent[1], sent[2].view(torch.float64)
 
     def _sent(self, values: np.ndarray) -> Tensor:
         """The values on the device, in one copy that the host does not wait for."""
@@ -305,7 +312,7 @@ class PolicySampler(Sampler):
             starts = range(0, len(rows), CHUNK_ROWS)
             return [(slice(start, start + CHUNK_ROWS), self._groups[0][0]) for start in starts], None
         for slot, members in self._groups:
-            places = torch.from_numpy(np.flatnonzero(np.isin(rows, members))).to(self.device)
+            places = self._sent(np.flatnonzero(np.isin(rows, members)))
             parts += [(part, slot) for part in places.split(CHUNK_ROWS)]
         return parts, torch.cat([part for part, _ in parts if isinstance(part, Tensor)]).argsort()
 
@@ -313,6 +320,7 @@ class PolicySampler(Sampler):
         first = len(self.seeds)
         self.seeds = np.concatenate([self.seeds, np.zeros(count, dtype=np.uint64)])
         self.drawn = np.concatenate([self.drawn, np.zeros(count, dtype=np.int64)])
+        self.filled = np.concatenate([self.filled, np.zeros(count, dtype=np.int64)])
         self._free += range(first + count - 1, first - 1, -1)
         self._pad((0, 0, 0, count))
 
@@ -323,7 +331,7 @@ class PolicySampler(Sampler):
             self._pad((0, max(column + 1, 2 * column) - width))
 
     def _pad(self, sides: tuple[int, ...]) -> None:
-        self.found = torch.nn.functional.pad(self.found, sides)
+        self.found, self.begun = (torch.nn.functional.pad(each, sides) for each in (self.found, self.begun))
         if self.side_stream is not None:  # the copy of earlier values is ordered after the current step
             self.side_stream.wait_stream(torch.cuda.current_stream(self.device))
 

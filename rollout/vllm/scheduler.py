@@ -12,12 +12,16 @@ states.
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
+
+from rollout.drafts import payoff_on
 
 
 def make_scheduler(vllm_config: Any, kv_cache_config: Any, **options: Any) -> Scheduler:
@@ -41,7 +45,11 @@ class _Decoding:
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.dynamic_sd_lookup = None  # the policy's sampler decides whether rows have drafts
+        self.dynamic_sd_lookup = None  # drafts are decided on here, or by n-grams in the policy's sampler
+        config = options["vllm_config"]
+        self._by_head = getattr(config.speculative_config, "method", None) == "mtp"
+        alone = self._by_head and config.parallel_config.world_size == 1  # else ranks have to take the same steps
+        self._payoff = payoff_on(torch.device(config.device_config.device_type) if alone else None)
         kinds = {type(group.kv_cache_spec).__name__ for group in options["kv_cache_config"].kv_cache_groups}
         self._slots: HeldSlots | None = None
         self._plan: Any = None  # of the last step, if it can be used again
@@ -90,6 +98,24 @@ class _Decoding:
         own._update_after_schedule(self._plan)
         return self._plan
 
+    def _update_after_schedule(self, plan: Any) -> None:
+        """Called with each plan; see vLLM. Says how many tokens the head drafts after this step, for the next."""
+        own: Any = self
+        if self._by_head:
+            drafts = self._payoff is None or self._payoff.drafts(len(plan.num_scheduled_tokens))
+            plan.num_spec_tokens_to_schedule = own.num_spec_tokens if drafts else 0
+        super()._update_after_schedule(plan)  # type: ignore[misc]
+
+    def _note_pass(self, plan: Any, sampled: Sequence[Sequence[int]]) -> None:
+        """A step has ended in which each row ``sampled`` these tokens."""
+        own: Any = self
+        rows, drafts = plan.num_scheduled_tokens, plan.scheduled_spec_decode_tokens
+        if self._payoff is not None:
+            reads = plan.total_num_scheduled_tokens != len(rows) + sum(map(len, drafts.values()))
+            if reads or not any(name in own.requests for name in rows):  # it ended an earlier run
+                self._payoff.restart()
+            self._payoff.passed(len(rows), sum(map(len, sampled)), bool(drafts))
+
     def _preempt_request(self, request: Any, *given: Any, **options: Any) -> None:
         vars(request)[PUT_OFF] = True
         super()._preempt_request(request, *given, **options)  # type: ignore[misc]
@@ -100,6 +126,7 @@ class _Decoding:
         A row that only becomes longer has no output. Its tokens are in the next output that it has.
         """
         own: Any = self
+        self._note_pass(plan, output.sampled_token_ids)
         left = self._add_tokens(plan, output)
         requests = {name: own.requests.get(name) for name in left}
         found = super().update_from_output(replace(plan, num_scheduled_tokens=left), output)  # type: ignore[misc]

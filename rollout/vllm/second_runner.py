@@ -5,8 +5,9 @@ hundreds of rows costs the host less. It needs Triton. `rollout.vllm.process_set
 run on it.
 
 That runner takes no drafter of another project's, so the engine names one of vLLM's, whose function is replaced here: that by
-n-grams, or that by the head of a model (MTP). A recurrent layer keeps its state after each token of a step, and vLLM goes on from
-the one after the last token that counts.
+n-grams, or that by the head of a model (MTP). Drafts of a head stay on the device, and so does the number of tokens that count:
+the host prepares a step while the device computes another. N-grams are looked up on the host, which waits for each step's tokens.
+A recurrent layer keeps its state after each token of a step, and vLLM goes on from the one after the last token that counts.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from rollout.engine import SamplingParams
-from rollout.sampling import draw_tokens, policy_log_probs, uniforms
+from rollout.sampling import draw_tokens, policy_log_probs_, uniforms
 from rollout.vllm.running_engine import slots_in_blocks
 from rollout.vllm.sampler import CLOSED, EXTRA_ARGUMENT, PolicySampler
 
@@ -40,16 +41,18 @@ class SecondRunnerSampler(PolicySampler):
         unused = SimpleNamespace(gpu=torch.zeros(runner.max_num_reqs, device=self.device))
         self.sampling_states = SimpleNamespace(temperature=unused, seeds=unused)  # the runner hands them to its drafter
         self._drawn: tuple[Tensor, Tensor] | None = None  # tokens and their numbers, of the last step
-        self._first = np.zeros(0, dtype=np.int64)  # numbers of the first tokens of the last step
         self._head: HeadDrafts | None = None
         self._next_drafts: tuple[list[str], list[list[int]]] = [], []
 
     def take_drafts(self) -> None:
         """See `PolicySampler.take_drafts`."""
         runner, speculator = self.runner, self.runner.speculator
+        runner.rejection_sampler = self
         if getattr(speculator, "model", None) is not None:
-            self._head, self.by_head = HeadDrafts(speculator, self.banned_ids), True
-        runner.rejection_sampler, speculator.propose = self, self.propose
+            self._head, self.drafts = HeadDrafts(speculator, self.banned_ids), None
+            self._own_propose, speculator.propose = speculator.propose, self.propose_by_head
+            return
+        speculator.propose = self.propose
         runner.draft_tokens_handler.get_draft_tokens = lambda: DraftTokenIds(*self._next_drafts)
 
     def add_request(self, place: int, *settings: Any) -> None:
@@ -93,37 +96,42 @@ class SecondRunnerSampler(PolicySampler):
         self._drawn = tokens, sampled
         return _output(tokens, sampled.int(), ((read - sampled) * counts).int())
 
-    def propose(self, input_batch: Any, *context: Any, dummy_run: bool = False, **options: Any) -> Tensor:
-        """Drafts ``(B, K)`` int64 for the rows of the step that has just ended, filled up with 0. It replaces vLLM's drafter.
-
-        Rows whose last tokens are new take what the head of the model drafts, if it has one.
-        """
+    def propose(self, input_batch: Any, *_: Any, dummy_run: bool = False, **options: Any) -> Tensor:
+        """Drafts ``(B, K)`` int64 by n-grams for the rows of the step that has just ended, filled up with 0."""
         most, found = self.runner.num_speculative_steps, [list[int]() for _ in range(input_batch.num_reqs)]
-        known = not dummy_run and self._drawn is not None and not self._is_trial(input_batch)
-        drafting = True
-        if known and self._drawn is not None:
+        if not dummy_run and self._drawn is not None and not self._is_trial(input_batch):
             tokens, counts = (each.tolist() for each in self._drawn)
-            drafts = self.next_drafts([row[:count] for row, count in zip(tokens, counts, strict=True)], most)
-            found, drafting = drafts or found, drafts is not None
-            if self._head is not None and drafting:
-                self._head.draw_from(*self._coming_numbers(np.array(counts), most))
-        padded = self._sent(np.array([[*draft, *[0] * (most - len(draft))] for draft in found], dtype=np.int64))
-        if self._head is not None and drafting:
-            of_head = self._head.propose(input_batch, *context, dummy_run=dummy_run, **options)
-            padded = padded.where(self._sent(np.array(list(map(bool, found))))[:, None], of_head)
-            found = [draft or [0] * most for draft in found]  # the runner needs only their number
+            found = self.next_drafts([row[:count] for row, count in zip(tokens, counts, strict=True)], most) or found
         self._next_drafts = (
             input_batch.req_ids,
             [draft[: options.get("num_speculative_tokens", most)] for draft in found],
         )
-        return padded
+        return self._sent(np.array([[*draft, *[0] * (most - len(draft))] for draft in found], dtype=np.int64))
 
-    def _coming_numbers(self, sampled: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
-        """The next ``count`` numbers ``(B, count)`` of the streams of the rows, and their temperatures ``(B,)``."""
-        slots, ahead = self._rows[:, None], (self._first + sampled)[:, None] + np.arange(count)
-        numbers = uniforms(np.broadcast_to(self.seeds[slots], ahead.shape), self.drawn[slots] + ahead)
-        temperatures = [self.slots.get(row, CLOSED).sampling.temperature for row in self._rows.tolist()]
-        return self._sent(numbers), self._sent(np.array(temperatures, dtype=np.float32))
+    def propose_by_head(self, input_batch: Any, *context: Any, dummy_run: bool = False, **options: Any) -> Tensor:
+        """Drafts ``(B, K)`` int64 by the head for the rows of the step that the device computes; the scheduler may want none."""
+        head = self._head
+        if head is not None and not dummy_run and self._drawn is not None and not self._is_trial(input_batch):
+            count = self.runner.num_speculative_steps
+            if options.get("num_speculative_tokens") == 0 and not input_batch.has_prefill:  # the head reads all prompts
+                return torch.zeros(input_batch.num_reqs, count, dtype=torch.int64, device=self.device)
+            coming = self._drawn[1][:, None] + torch.arange(count, device=self.device)
+            head.draw_from(self._numbers.gather(1, coming), self._temperatures)
+        return self._own_propose(input_batch, *context, dummy_run=dummy_run, **options)
+
+    def _set_slots(self, rows: np.ndarray) -> None:
+        super()._set_slots(rows)
+        if self._head is not None:
+            self._streams = self._sent(np.stack([rows, self.seeds[rows].view(np.int64), self.drawn[rows]]))
+            temperatures = [self.slots.get(row, CLOSED).sampling.temperature for row in rows.tolist()]
+            self._temperatures = self._sent(np.array(temperatures, dtype=np.float32))
+
+    def _places(self, rows: np.ndarray, steps: np.ndarray, discarded: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """See `PolicySampler._places`. With a head ``steps`` count from the first token of each row in this step."""
+        if self._head is None:
+            return super()._places(rows, steps, discarded)
+        at, after_first, counts = self._sent(np.stack([rows, steps, ~discarded]))
+        return self._streams[0, at], (self._first[at] + after_first + 1) * counts, self._numbers[at, after_first]
 
     def _is_trial(self, batch: Any) -> bool:
         return not self.slots or bool((self._slot_at[batch.idx_mapping_np] == NO_SLOT).any())
@@ -140,11 +148,17 @@ class SecondRunnerSampler(PolicySampler):
             )
         lengths = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         steps = lengths - self.runner.req_states.prompt_len.np[batch.idx_mapping_np]
-        discarded = lengths < batch.prefill_len_np
-        self._count_steps(discarded)
-        drafted = getattr(batch, "num_draft_tokens_per_req", None)
-        self._first = steps if drafted is None else steps - drafted
-        return steps, discarded
+        if self._head is not None:  # how many earlier drafts counted the host does not know yet
+            self._add_columns(int(steps.max(initial=0)) + 1)
+            drafted = getattr(batch, "num_draft_tokens_per_req", None)
+            prompts, steps = lengths - steps, np.zeros_like(steps) if drafted is None else drafted.astype(np.int64)
+            self._first = batch.seq_lens[: len(steps)] - self._sent(prompts + steps)
+            _, seeds, drawn = self._streams
+            ahead = torch.arange(2 * self.runner.num_speculative_steps + 1, device=self.device)
+            self._numbers = uniforms(
+                seeds[:, None], (drawn + self._first)[:, None] + ahead
+            )  # of this step's tokens and drafts
+        return steps, lengths < batch.prefill_len_np
 
     def _places_of(self, name: str, group: int, tokens: int) -> np.ndarray | None:
         place, tables = self.runner.req_states.req_id_to_index.get(name), self.runner.block_tables
@@ -161,7 +175,6 @@ class HeadDrafts:
 
     def __init__(self, speculator: Any, banned_ids: Sequence[int]) -> None:
         """Replaces the choice of tokens of vLLM's ``speculator``, before CUDA graphs are captured."""
-        self.propose = speculator.propose
         self._speculator, self._banned_ids = speculator, banned_ids
         rows, device = speculator.max_num_reqs, speculator.device
         self._numbers = torch.zeros(rows, speculator.num_speculative_steps, dtype=torch.float64, device=device)
@@ -179,7 +192,8 @@ class HeadDrafts:
         temperatures = self._temperatures[: len(logits), None]
         step = self._speculator.current_draft_step.expand(len(logits), 1)
         numbers = self._numbers[: len(logits)].gather(1, step).squeeze(1)
-        log_probs = policy_log_probs(logits / temperatures.where(temperatures > 0, 1.0), 1.0, self._banned_ids)
+        tempered = logits.float().div_(temperatures.where(temperatures > 0, 1.0))
+        log_probs = policy_log_probs_(tempered, 1.0, self._banned_ids)
         return draw_tokens(log_probs.exp(), numbers).where(temperatures.squeeze(1) > 0, log_probs.argmax(-1))
 
 

@@ -120,9 +120,9 @@ def speculative_options(tokens: int, second_runner: bool, head: bool, max_num_se
     """The options by which vLLM reads ``tokens`` drafted tokens of each row in a step; ``head``: the model has one that drafts.
 
     The second runner takes none of our classes, so the drafter named there is vLLM's own, whose function `SecondRunnerSampler`
-    replaces. It records graphs for steps of as many drafts as its schedule by the number of rows names: for none too, because our
-    drafter, and not that schedule (see `rollout.vllm.scheduler`), decides whether a step has any. Drafts need the tokens of the
-    step before, so that no step is scheduled ahead of them.
+    replaces. It records graphs for steps of as many drafts as its schedule by the number of rows names: for none too, because
+    `rollout.vllm.scheduler` or our drafter, and not that schedule, decides whether a step has any. Drafts by n-grams need the
+    tokens of the step before on the host, so that no step is scheduled ahead of them.
     """
     if not tokens:
         return {}
@@ -135,7 +135,8 @@ def speculative_options(tokens: int, second_runner: bool, head: bool, max_num_se
                 (1, max_num_seqs - 1, tokens),
                 (max_num_seqs, max_num_seqs, 0),
             ]
-    return {"speculative_config": config | {"num_speculative_tokens": tokens}, "async_scheduling": False}
+    ahead = {} if config["method"] == "mtp" else {"async_scheduling": False}
+    return {"speculative_config": config | {"num_speculative_tokens": tokens}} | ahead
 
 
 def quantization_options(kind: str | None) -> dict[str, Any]:

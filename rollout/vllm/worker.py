@@ -75,7 +75,7 @@ def install(worker: Any) -> PolicySampler:
             module.quant_method = Float32Head()
     sampler = _sampler_for(worker)
     worker.model_runner.sampler = sampler
-    if sampler.drafts is not None:
+    if sampler.takes_drafts:
         sampler.take_drafts()
     return sampler
 

@@ -40,3 +40,17 @@ def plain_places(monkeypatch):
         from vllm.model_executor.models import qwen3_vl
 
         monkeypatch.setattr(qwen3_vl, "triton_pos_embed_interpolate", qwen3_vl.pos_embed_interpolate_native)
+
+
+def schedule_ahead(monkeypatch):
+    """Has vLLM's platform CPU leave the scheduling of steps ahead of the tokens of the last one as it would be on CUDA."""
+    from vllm.platforms import current_platform
+
+    own = current_platform.check_and_update_config
+
+    def check(config):
+        asked = config.scheduler_config.async_scheduling
+        own(config)
+        config.scheduler_config.async_scheduling = asked
+
+    monkeypatch.setattr(current_platform, "check_and_update_config", check)

@@ -52,6 +52,24 @@ def test_a_stream_does_not_depend_on_its_neighbours():
     assert uniforms(seeds, 4)[1] == uniforms(seeds[1:2], 4)[0]
 
 
+@given(seed=st.integers(0, 2**64 - 1), step=st.integers(0, 2**40))
+def test_streams_on_a_device_are_those_on_the_host_and_of_a_reference(seed, step):
+    """SplitMix64 in plain integers: state ``mixed(seed) + (step + 1) * golden``, then the finalizer."""
+
+    def mixed(z):
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    seeds = np.array([seed, seed], dtype=np.uint64)
+    steps = np.array([step, step + 1])
+    expected = [
+        (mixed((mixed(seed) + (number + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 11) / 2**53 for number in steps.tolist()
+    ]
+    assert uniforms(seeds, steps).tolist() == expected
+    assert uniforms(torch.from_numpy(seeds.view(np.int64)), torch.from_numpy(steps)).tolist() == expected
+
+
 @pytest.mark.parametrize(
     "options",
     [

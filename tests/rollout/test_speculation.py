@@ -17,7 +17,7 @@ from helpers.examples import at_most
 from helpers.prediction_heads import add_head
 from helpers.tiny_models import MODEL_TYPES, tiny_model
 from helpers.turns import finish, next_turn
-from rollout.drafts import AGAIN, TRIAL, Drafts
+from rollout.drafts import AGAIN, TRIAL, Drafts, Payoff
 from rollout.engine import SamplingParams
 from rollout.hf import HFEngine
 from rollout.responses import build_requests
@@ -151,6 +151,20 @@ def test_few_rows_may_have_drafts_where_many_have_none(monkeypatch):
     assert all(device.passes(60, rows=2)[7:])
     device.kept = 0
     assert not any(device.passes(3, rows=8))
+
+
+@pytest.mark.parametrize(("kept", "faster"), [(1, False), (2, True)])
+def test_passes_are_compared_where_the_next_two_are_planned_already(kept, faster, monkeypatch):
+    """As vLLM plans them: what a pass had is told when it has ended, and by then it is settled what the next two have."""
+    payoff, now, found = Payoff(), [0.0], [True, True]
+    monkeypatch.setattr("rollout.drafts.perf_counter", lambda: now[0])
+    payoff.passed(4, 4, found[0])
+    for number in range(60):
+        found.append(payoff.drafts(4))
+        now[0] += 2.0 if found[number] else 1.0
+        payoff.passed(4, 4 * (1 + kept * found[number]), found[number])
+    assert found[2:3] == [True]
+    assert found[12:] == [faster] * 50
 
 
 def test_on_a_cpu_each_pass_has_drafts():

@@ -14,9 +14,10 @@ from benchmarks.engine_weights import differing_weights
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import ROWS, SAMPLED, generate, publish, start
-from helpers.interpreted_triton import interpreted, plain_places
+from helpers.interpreted_triton import interpreted, plain_places, schedule_ahead
 from helpers.prediction_heads import add_head
 from helpers.shown_models import VLLM_HALF_TYPES
+from rollout.drafts import Payoff
 from rollout.engine import SamplingParams, create_engine
 from rollout.prompts import PromptBuilder
 from rollout.responses import build_requests
@@ -106,8 +107,9 @@ def run_steps_of_a_gpus_start(worker):
 
 @pytest.mark.long
 def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatch):
-    """On the second runner, by n-grams and the head, against drafts that are nearly all wrong: states go back exactly. Without
-    drafts a layer is computed by another kernel, which rounds differently in bfloat16.
+    """On the second runner, by the head, against drafts that are nearly all wrong: states go back exactly, also where a step is
+    planned before the tokens of the last one are known. Without drafts a layer is computed by another kernel, which rounds
+    differently in bfloat16.
     """
     path = checkpoint_with_head(tmp_path)
     builder = PromptBuilder.from_pretrained(path, max_prompt_length=300)
@@ -117,7 +119,9 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
             create_engine("vllm", path, speculate=3, dtype="bfloat16", **options)
         return
     plain_places(monkeypatch)
+    schedule_ahead(monkeypatch)
     engine = create_engine("vllm", path, speculate=3, dtype="bfloat16", **options)
+    assert engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     engine.llm.collective_rpc(run_steps_of_a_gpus_start)
     setup, sampling = (
         SimpleNamespace(builder=builder, prompts=builder(ROWS)),
@@ -125,11 +129,16 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
     )
     found = generate(setup, engine, sampling)
     assert found["accepted_tokens"].sum() > 8
-    assert (found["drafted_tokens"] > 0).all()  # rows whose last tokens are new are drafted by the head
+    assert (found["drafted_tokens"] > 0).all()
     monkeypatch.setattr(
-        engine.sampler, "next_drafts", lambda sampled, most: [[200] * most if ids else [] for ids in sampled]
+        engine.sampler, "_own_propose", lambda batch, *_, **__: torch.full((batch.num_reqs, 3), 200, dtype=torch.int64)
     )
     wrong = generate(setup, engine, sampling)
     assert wrong["accepted_tokens"].sum() < 8
     for name in ("responses", "response_mask", "rollout_log_probs"):
         assert torch.equal(found[name], wrong[name]), name
+    monkeypatch.setattr(engine.engine.engine_core.engine_core.scheduler, "_payoff", Payoff())
+    monkeypatch.setattr(Payoff, "drafts", lambda payoff, rows: False)
+    plain = generate(setup, engine, sampling)
+    assert plain["response_mask"].any(1).all()
+    assert plain["drafted_tokens"].sum() == plain["accepted_tokens"].sum() == 0

@@ -146,11 +146,11 @@ def test_of_drafted_tokens_those_count_that_are_drawn(runner: SimpleNamespace) -
     sampler = SecondRunnerSampler(runner)
     slots = [begin(sampler, place, seed=20 + place, sampling=sampling) for place in (0, 1, 3)]
     logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(5))
-    # Tokens are read from these numbers on: rows have 5, 3 and 2 tokens of their prompts and 1, 0 and 4 of their responses.
+    # Tokens are read from these numbers on: rows have 5, 2 and 1 tokens of their prompts and 1, 0 and 0 of their responses.
     drawn = [[expected(logits[place], sampling, 20, 1 + place)[0] for place in range(3)]]
     drawn += [[expected(logits[3], sampling, 21, 0)[0]]]
-    drawn += [[expected(logits[4 + place], sampling, 23, 4 + place)[0] for place in range(2)]]
-    batch = batch_of([0, 1, 3], computed=[5, 2, 5], scheduled=[3, 1, 2], prefill=[5, 3, 2])
+    drawn += [[expected(logits[4 + place], sampling, 23, place)[0] for place in range(2)]]
+    batch = batch_of([0, 1, 3], computed=[5, 2, 1], scheduled=[3, 1, 2], prefill=[5, 3, 2])
     batch.num_draft_tokens, batch.num_draft_tokens_per_req = 3, np.array([2, 0, 1])
     read = [9, drawn[0][0], (drawn[0][1] + 1) % VOCABULARY, 9, 9, drawn[2][0]]
     batch.input_ids, batch.logits_indices = torch.tensor([0, *read]), torch.arange(1, 7)
@@ -161,8 +161,73 @@ def test_of_drafted_tokens_those_count_that_are_drawn(runner: SimpleNamespace) -
     assert found.num_sampled.tolist() == [2, 1, 2]
     assert found.num_rejected.tolist() == [1, 0, 0]
     assert sampler.drafted_and_accepted(slots[2], 2) == (1, 1)
-    values = [expected(logits[4 + place], sampling, 23, 4 + place)[1] for place in range(2)]
-    assert sampler.log_probs(slots[2], 6)[4:] == pytest.approx(values, abs=1e-6)
+    values = [expected(logits[4 + place], sampling, 23, place)[1] for place in range(2)]
+    assert sampler.log_probs(slots[2], 2) == pytest.approx(values, abs=1e-6)
+
+
+def test_with_a_head_the_device_knows_how_many_drafts_counted(runner: SimpleNamespace) -> None:
+    """The host has prepared each step as if all drafts of the step before had counted, and learns of none of them."""
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    asked: list[Any] = []
+    runner.speculative_config, runner.num_speculative_steps, sampling = object(), 2, SamplingParams(max_tokens=9)
+    runner.speculator = SimpleNamespace(
+        model=object(),
+        max_num_reqs=4,
+        num_speculative_steps=2,
+        device=torch.device("cpu"),
+        propose=lambda *_, **__: asked,
+    )
+    sampler = SecondRunnerSampler(runner)
+    sampler.take_drafts()
+    slots = [begin(sampler, place, seed=20 + place, sampling=sampling, drawn=place) for place in (0, 3)]
+    rows = [(0, 20, 0), (3, 23, 3)]  # place in the runner, seed, number of the first token in the stream
+
+    def step(lengths: list[int], computed: list[int], drafted: int, wrong: tuple[int, ...]) -> Any:
+        """Rows have read ``lengths`` tokens; the host believes in ``computed``. Drafts after a ``wrong`` place do not count."""
+        each = 1 + drafted
+        logits = torch.randn(2 * each, VOCABULARY, generator=torch.Generator().manual_seed(sum(lengths)))
+        first = [
+            length + 1 - int(runner.req_states.prompt_len.np[place]) for length, (place, _, _) in zip(lengths, rows)
+        ]
+        drawn = [
+            [expected(logits[each * row + at], sampling, seed, drawn + first[row] + at) for at in range(each)]
+            for row, (_, seed, drawn) in enumerate(rows)
+        ]
+        batch = batch_of([0, 3], computed=computed, scheduled=[each, each], prefill=[5, 2])
+        batch.seq_lens = torch.tensor(lengths, dtype=torch.int32) + each
+        batch.num_reqs, batch.num_draft_tokens, batch.has_prefill = 2, 2 * drafted, False
+        if drafted:
+            batch.num_draft_tokens_per_req = np.array([drafted, drafted], dtype=np.int32)
+            read = [
+                [9, *((token + (at in wrong)) % VOCABULARY for at, (token, _) in enumerate(row[:-1]))] for row in drawn
+            ]
+            batch.input_ids, batch.logits_indices = torch.tensor(read).flatten(), torch.arange(2 * each)
+        found = sampler(logits, batch)
+        count = 1 + min([*wrong, drafted])
+        assert found.sampled_token_ids[:, :count].tolist() == [[token for token, _ in row[:count]] for row in drawn]
+        assert found.num_sampled.tolist() == [count, count]
+        assert found.num_rejected.tolist() == [each - count] * 2
+        for slot, (row, values) in zip(slots, enumerate(drawn), strict=True):
+            told = sampler.log_probs(slot, first[row] + count)[first[row] :]
+            assert told == pytest.approx([value for _, value in values[:count]], abs=1e-6)
+        drafts = sampler.propose_by_head(batch, num_speculative_tokens=2)
+        assert drafts is asked
+        coming = [
+            uniforms(np.full(2, seed, dtype=np.uint64), drawn + first[row] + count + np.arange(2))
+            for row, (_, seed, drawn) in enumerate(rows)
+        ]
+        assert np.array_equal(sampler._head._numbers[:2].numpy(), coming)
+        return batch
+
+    step([4, 1], computed=[4, 1], drafted=0, wrong=())
+    step([5, 2], computed=[5, 2], drafted=2, wrong=(1,))
+    step([7, 4], computed=[8, 5], drafted=2, wrong=())
+    batch = step([10, 7], computed=[11, 8], drafted=0, wrong=())
+    assert [sampler.drafted_and_accepted(slot, 7) for slot in slots] == [(4, 3), (4, 3)]
+    assert sampler.propose_by_head(batch, num_speculative_tokens=0).tolist() == [[0, 0], [0, 0]]
+    batch.has_prefill = True
+    assert sampler.propose_by_head(batch, num_speculative_tokens=0) is asked  # the head reads all prompts
 
 
 def test_drafts_are_those_of_the_group_and_filled_up(runner: SimpleNamespace) -> None:
@@ -200,10 +265,7 @@ def test_on_cuda_drafts_are_equally_long_or_none(runner: SimpleNamespace, monkey
 
     assert sampler.next_drafts([[5], [6], []], most=5) == [[], [], []]
     assert sampler.next_drafts([[1, 2], [7], []], most=5) == [[3, 1, 6, 7, 0], [0] * 5, []]
-    assert [sampler.slots[slot].filled for slot in slots] == [1, 5, 0]
-    sampler.by_head = True
-    assert sampler.next_drafts([[3, 1, 6], [7], []], most=5) == [[7, 7, 0, 0, 0], [], []]
-    assert [sampler.slots[slot].filled for slot in slots] == [3, 0, 0]
+    assert sampler.filled[slots].tolist() == [1, 5, 0]
     monkeypatch.setattr("rollout.drafts.Drafts.pay", lambda self, rows: rows != 2)
     assert sampler.next_drafts([[1, 2], [7], []], most=5) is None
 

@@ -71,15 +71,15 @@ def test_a_stop_text_among_drafted_tokens_ends_a_response_with_it(setup):
 
 
 def test_steps_fall_by_the_accepted_tokens(setup, monkeypatch):
-    sampler, calls = setup.vllm.sampler, Counter()
-    count = sampler._count_steps
+    scheduler, calls = setup.vllm.llm.llm_engine.engine_core.engine_core.scheduler, Counter()
+    own = scheduler.update_from_output
 
-    def counted(discarded):
+    def counted(plan, output):
         calls["steps"] += 1
-        calls["rows"] += int((~discarded).sum())
-        count(discarded)
+        calls["rows"] += sum(map(bool, output.sampled_token_ids))
+        return own(plan, output)
 
-    monkeypatch.setattr(sampler, "_count_steps", counted)
+    monkeypatch.setattr(scheduler, "update_from_output", counted)
     data = generate(setup, setup.vllm, COPIED)
     tokens, accepted = int(data["response_mask"].sum()), int(data["accepted_tokens"].sum())
     assert accepted > tokens / 12

@@ -158,6 +158,8 @@ def test_the_second_runner_has_graphs_for_steps_without_drafts(head, method):
     assert config["method"] == method
     assert set(build_dynamic_sd_schedule_lookup(config["num_speculative_tokens_per_batch_size"], 8, 3)[1:]) == {0, 3}
     assert "num_speculative_tokens_per_batch_size" not in speculative_options(3, False, head, 8)["speculative_config"]
+    waits = [speculative_options(3, second, head, 8).get("async_scheduling", True) is False for second in (True, False)]
+    assert waits == [not head, True]  # for the tokens of a step, before the next is planned
     assert speculative_options(0, True, head, 8) == {}
 
 
