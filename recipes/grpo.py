@@ -17,9 +17,18 @@ from recipes.algorithms.options import AlgorithmConfig, NamedLoss
 from recipes.configs.grpo_config import PRESETS, TINY, GRPOConfig, GRPORunConfig, parse
 from recipes.configs.shared.policy_gradient_config import PolicyGradientConfig
 from recipes.options import training_command
-from recipes.run import phases
 from recipes.run.metrics import timed
-from recipes.run.phases import StepState
+from recipes.run.phases import (
+    StepState,
+    begin_scores,
+    in_order_of,
+    joined_parts,
+    log_probs_before_update,
+    policy_log_probs,
+    sample,
+    whole_update,
+    with_advantages,
+)
 from recipes.run.policy_gradient import AlgorithmStep, run
 from rollout.engine import SamplingParams
 from workers import Roles
@@ -60,17 +69,16 @@ def grpo_step(
     ``state`` is what goes from step to step, see `StepState`; by default that of a first step.
     """
     state, metrics = state or StepState(), dict[str, float]()
-    data, scores = phases.sample(roles, prompts, config, sampling, state, metrics)  # config.n rows a prompt
-    # Meanwhile reward functions in other processes score the rows.
-    data |= phases.policy_log_probs(roles, data, config, metrics)
+    data, scores = sample(roles, prompts, config, sampling, state, metrics)  # config.n rows a prompt
+    data |= policy_log_probs(roles, data, config, metrics)  # while reward functions in other processes score the rows
     data |= scores()
-    data, learned = phases.with_advantages(data, config, sampling, state, metrics)
+    data, learned = with_advantages(data, config, sampling, state, metrics)
     if len(learned):
         with timed(metrics, "update_actor"):
             found = roles.actor.update_and_score(
                 learned, policy_loss(config), config.minibatch, config.epochs, config.aggregation, entropy=True
             )
-        metrics |= found.metrics | phases.log_probs_before_update(data, learned, config, found.scores)
+        metrics |= found.metrics | log_probs_before_update(data, learned, config, found.scores)
     roles.sync_weights()
     state.steps += 1
     return data, metrics
@@ -88,18 +96,18 @@ def grpo_step_in_parts(
     learns_early = not config.needs_whole_batch(len(prompts))
     groups = roles.rollout.in_parts(prompts, replace(sampling, n=config.n))
     parts: list[DataProto] = []
-    with phases.whole_update(roles.actor):
+    with whole_update(roles.actor):
         while (part := next_part(groups, metrics)) is not None:
-            scores = phases.begin_scores(roles, part, metrics)
+            scores = begin_scores(roles, part, metrics)
             if config.skip_old_log_probs:
                 part["old_log_probs"] = part["rollout_log_probs"]
-            part |= phases.policy_log_probs(roles, part, config, metrics, len(prompts))
+            part |= policy_log_probs(roles, part, config, metrics, len(prompts))
             part |= scores()
             if learns_early:
                 add_gradients(roles, part, config, sampling, state, metrics)
             parts.append(part)
-        data = phases.in_order_of(prompts, phases.joined_parts(parts))
-        data, learned = phases.with_advantages(data, config, sampling, state, metrics)
+        data = in_order_of(prompts, joined_parts(parts))
+        data, learned = with_advantages(data, config, sampling, state, metrics)
         if len(learned):
             with timed(metrics, "update_actor"):
                 if learns_early:
@@ -111,7 +119,7 @@ def grpo_step_in_parts(
                     )
                     metrics |= found.metrics
                     seen = found.scores
-            metrics |= phases.log_probs_before_update(data, learned, config, seen)
+            metrics |= log_probs_before_update(data, learned, config, seen)
     roles.sync_weights()
     state.steps += 1
     return data, metrics
@@ -126,7 +134,7 @@ def add_gradients(
     metrics: dict[str, float],
 ) -> None:
     """Adds the gradients of a part of a batch, and to the part the column ``actor_log_probs (B, R)``."""
-    _, learned = phases.with_advantages(part, config, sampling, state, {})
+    _, learned = with_advantages(part, config, sampling, state, {})
     part["actor_log_probs"] = torch.full(part["response_mask"].shape, torch.nan)
     if len(learned):
         with timed(metrics, "update_actor"):

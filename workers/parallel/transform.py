@@ -17,12 +17,15 @@ class Transform:
     """One change of a packed model: a degree of parallelism, or how its layers are computed.
 
     A subclass implements `is_due` and `apply`. The other methods are called on every transform of a model, on every rank, at
-    the moment that their names say; here they do nothing. Later ``options`` replace the first ones between two calls; they
-    differ only in ``unsharded``.
+    the moment that their names say; here they do nothing.
     """
 
     def __init__(self, ranks: Ranks, options: ModelConfig) -> None:
         self.ranks, self.options = ranks, options
+
+    def take_options(self, options: ModelConfig) -> None:
+        """Works by these options from the next call on; they differ from the former ones only in ``unsharded``."""
+        self.options = options
 
     @classmethod
     def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:

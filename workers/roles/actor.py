@@ -115,6 +115,6 @@ class ActorWorker(TrainedWorker, PolicyWorker):
         sums = LossSums(MEAN_LOSS if aggregation else LOSS_SUM, weights, model.device)
         model.run(data, loss_fn, sums, entropy, backward)
         if backward:
-            model.has_passes = True
+            model.note_pass()
         metrics = sums.means(model.ranks) if aggregation else {LOSS_SUM: 0.0} | sums.sums(model.ranks)
         return PassOutput(metrics, sums.scores.cpu())

@@ -192,7 +192,7 @@ class TrainingModel:
             log.info("%s: FSDP leaves unsharded between micro-batches: %s", self.role, kept)
         self.config = replace(self.config, unsharded=kept)
         for transform in self.transforms:
-            transform.options = self.config
+            transform.take_options(self.config)
 
     def _moments(self) -> Iterator[Tensor]:
         """The optimizer's state, except numbers of steps."""
@@ -358,6 +358,10 @@ class TrainingModel:
     def _reshard(self) -> None:
         for transform in self.transforms:
             transform.reshard(self.module)
+
+    def note_pass(self) -> None:
+        """Notes that a single pass has added gradients, which wait for a step."""
+        self.has_passes = True
 
     def drop_gradients(self) -> None:
         """Drops the gradients that have added up since the last step, those that ranks have not reduced yet too."""
