@@ -71,6 +71,26 @@ def test_a_plan_names_rows_and_what_they_have_and_its_other_fields_are_empty():
     assert {"get_request_counts", "pause_state"} <= vars(Scheduler).keys()
 
 
+@relied_on("vllm", TRIED, "`rollout.vllm.second_runner` and the scheduler plan steps ahead of drafts by a head.")
+def test_a_plan_says_how_many_tokens_are_drafted_and_the_device_how_many_were_read():
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
+
+    planned = {"num_spec_tokens_to_schedule", "scheduled_spec_decode_tokens"}
+    assert planned <= set(parameters(SchedulerOutput))
+    own = inspect.getsource(AsyncScheduler._update_after_schedule)
+    assert all(f"scheduler_output.{name}" in own for name in planned)
+    known = {"seq_lens", "has_prefill", "num_draft_tokens", "num_draft_tokens_per_req", "num_computed_tokens_np"}
+    assert known | {"prefill_len_np", "num_scheduled_tokens", "idx_mapping_np"} <= set(parameters(InputBatch))
+    assert {"input_batch", "dummy_run", "num_speculative_tokens"} <= set(
+        parameters(TargetDependentARSpeculator.propose)
+    )
+    run = inspect.getsource(TargetDependentARSpeculator.propose)
+    assert run.index("self._prefill(") < run.index("if num_speculative_tokens == 0")  # the head runs all the same
+
+
 @relied_on(
     "vllm", TRIED, "`rollout.vllm.sampler` returns these fields, and reads the state of requests by these names."
 )
