@@ -154,10 +154,9 @@ class SecondRunnerSampler(PolicySampler):
             prompts, steps = lengths - steps, np.zeros_like(steps) if drafted is None else drafted.astype(np.int64)
             self._first = batch.seq_lens[: len(steps)] - self._sent(prompts + steps)
             _, seeds, drawn = self._streams
+            # Those of this step's tokens, and of the drafts after them.
             ahead = torch.arange(2 * self.runner.num_speculative_steps + 1, device=self.device)
-            self._numbers = uniforms(
-                seeds[:, None], (drawn + self._first)[:, None] + ahead
-            )  # of this step's tokens and drafts
+            self._numbers = uniforms(seeds[:, None], (drawn + self._first)[:, None] + ahead)
         return steps, lengths < batch.prefill_len_np
 
     def _places_of(self, name: str, group: int, tokens: int) -> np.ndarray | None:
