@@ -6,6 +6,7 @@ vLLM asks for a backend by name; the interpreter needs none. Inductor would ask 
 that Triton compiles for no device here. The interpreter has no arithmetic in bfloat16, see `plain_places`.
 """
 
+import inspect
 import os
 
 
@@ -54,3 +55,22 @@ def schedule_ahead(monkeypatch):
         config.scheduler_config.async_scheduling = asked
 
     monkeypatch.setattr(current_platform, "check_and_update_config", check)
+
+
+def rows_may_read_fewer_tokens(monkeypatch):
+    """Mends vLLM's function for recurrent layers on a CPU, which ends where a row reads fewer tokens than counted in its step
+    before (`findings/vllm_cpu_drafts_of_unequal_length.sh`). Its kernels for CUDA take such rows.
+
+    Of the window of the short convolution it keeps as much as the new tokens leave room for, not what the convolution needs.
+    """
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    source, parts = inspect.getsource(gdn_attention._spec_forward), dict[str, object]()
+    for own, mended in {
+        "B[:, offset + 1 : offset + 1 + (state_len - q_i)]": "B[:, offset + 1 : offset + width - 1].clone()",
+        "B.copy_(new_B)": "B[:, : new_B.shape[1]].copy_(new_B)",
+    }.items():
+        assert own in source, "vLLM has changed this function: is it mended?"
+        source = source.replace(own, mended)
+    exec(source, vars(gdn_attention), parts)
+    monkeypatch.setattr(gdn_attention, "_spec_forward", parts["_spec_forward"])

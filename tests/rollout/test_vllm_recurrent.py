@@ -4,6 +4,7 @@ agree within 0.05 on average, where those of other weights are further away.
 
 import json
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from benchmarks.engine_weights import differing_weights
 from dataproto.errors import InvalidConfig
 from helpers.checkpoints import write_checkpoint
 from helpers.engines import ROWS, SAMPLED, generate, publish, start
-from helpers.interpreted_triton import interpreted, plain_places, schedule_ahead
+from helpers.interpreted_triton import interpreted, plain_places, rows_may_read_fewer_tokens, schedule_ahead
 from helpers.prediction_heads import add_head
 from helpers.shown_models import VLLM_HALF_TYPES
 from rollout.drafts import Payoff
@@ -108,8 +109,7 @@ def run_steps_of_a_gpus_start(worker):
 @pytest.mark.long
 def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatch):
     """On the second runner, by the head, against drafts that are nearly all wrong: states go back exactly, also where a step is
-    planned before the tokens of the last one are known. Without drafts a layer is computed by another kernel, which rounds
-    differently in bfloat16.
+    planned before the tokens of the last one are known, and where steps with drafts and without take turns.
     """
     path = checkpoint_with_head(tmp_path)
     builder = PromptBuilder.from_pretrained(path, max_prompt_length=300)
@@ -130,6 +130,7 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
     found = generate(setup, engine, sampling)
     assert found["accepted_tokens"].sum() > 8
     assert (found["drafted_tokens"] > 0).all()
+    own = engine.sampler._own_propose
     monkeypatch.setattr(
         engine.sampler, "_own_propose", lambda batch, *_, **__: torch.full((batch.num_reqs, 3), 200, dtype=torch.int64)
     )
@@ -142,3 +143,12 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
     plain = generate(setup, engine, sampling)
     assert plain["response_mask"].any(1).all()
     assert plain["drafted_tokens"].sum() == plain["accepted_tokens"].sum() == 0
+    rows_may_read_fewer_tokens(monkeypatch)
+    monkeypatch.setattr(engine.sampler, "_own_propose", own)
+    turns = Random(0)
+    monkeypatch.setattr(Payoff, "drafts", lambda payoff, rows: turns.random() < 0.5)
+    mixed = generate(setup, engine, sampling)
+    assert 0 < mixed["accepted_tokens"].sum() < found["accepted_tokens"].sum()
+    assert 0 < mixed["drafted_tokens"].sum() < found["drafted_tokens"].sum()
+    assert torch.equal(mixed["responses"], found["responses"])
+    torch.testing.assert_close(mixed["rollout_log_probs"], found["rollout_log_probs"], atol=1e-5, rtol=0)
