@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from dataproto.errors import NonFiniteLogits
 from dataproto.transfer import move
 from dataproto.vlm.family import SoftCap
 from rollout.engine import SamplingParams, TopLogProbs
+
+Numbers = TypeVar("Numbers", np.ndarray, Tensor)
 
 BANNED_LOGIT = -1e30
 """Finite, so that p * log p of a banned token is 0 and not NaN."""
@@ -208,7 +210,7 @@ def turn_seed(seed: int, turn: int) -> int:
     return derive_seed(seed, "turn", turn) if turn else seed
 
 
-def uniforms(seeds: Any, step: Any) -> Any:
+def uniforms(seeds: Numbers, step: int | Numbers) -> Numbers:
     """Number ``step`` (one int for all rows, or ``(B,)``) of the streams of ``seeds (B,)``: ``(B,)`` float64 in [0, 1).
 
     SplitMix64 (Steele et al. 2014) in counter mode, for arrays, or for int64 tensors that hold the bits of the seeds.
@@ -225,18 +227,18 @@ def uniforms(seeds: Any, step: Any) -> Any:
         return _bits(seeds.astype(np.uint64).view(np.int64), np.asarray(step).astype(np.int64)) * 2.0**-53
 
 
-def _bits(seeds: Any, step: Any) -> Any:
+def _bits(seeds: Numbers, step: int | Numbers) -> Numbers:
     """The upper 53 bits of a number of the streams."""
     return _shifted(_mix(_mix(seeds) + (step + 1) * _GOLDEN), 11)
 
 
-def _mix(z: Any) -> Any:
+def _mix(z: Numbers) -> Numbers:
     z = (z ^ _shifted(z, 30)) * _FACTORS[0]
     z = (z ^ _shifted(z, 27)) * _FACTORS[1]
     return z ^ _shifted(z, 31)
 
 
-def _shifted(z: Any, bits: int) -> Any:
+def _shifted(z: Numbers, bits: int) -> Numbers:
     """Numbers of 64 bits, shifted to the right and filled up with zeros."""
     return (z >> bits) & ((1 << 64 - bits) - 1)
 
