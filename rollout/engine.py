@@ -258,6 +258,12 @@ class RolloutEngine(RequestEngine, Protocol):
     def wake(self) -> bool:
         """Prepares the engine to load weights and to generate. Returns whether it still has all its weights."""
 
+    def make_room(self) -> None:
+        """Begins to free the memory that `wake` will need, and returns at once. Called after training, some time before `wake`.
+
+        Engines need not have this method.
+        """
+
 
 ENGINE_EXTRAS = {"hf": ("train", "transformers"), "vllm": ("vllm", "vllm")}  # extra, package
 ENGINES = {"hf": "rollout.hf:HFEngine", "vllm": "rollout.vllm:VLLMEngine"}

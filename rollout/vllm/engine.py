@@ -418,7 +418,7 @@ class VLLMEngine:
         return self.memory.has_weights
 
     def make_room(self) -> None:
-        """Begins to free the memory that the engine will need to wake, in a thread, while this process waits for a call."""
+        """Begins to return torch's cached memory to the device, in a thread. See `RolloutEngine.make_room`."""
         if self.memory.freed_bytes:
             device = torch.cuda.current_device()  # which is a thread's own
             Thread(target=self.memory.make_room, args=(device,), name="make room").start()

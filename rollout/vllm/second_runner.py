@@ -7,7 +7,7 @@ run on it.
 That runner takes no drafter of another project's, so the engine names one of vLLM's, whose function is replaced here: that by
 n-grams, or that by the head of a model (MTP). Drafts of a head stay on the device, and so does the number of tokens that count:
 the host prepares a step while the device computes another. N-grams are looked up on the host, which waits for each step's tokens.
-A recurrent layer keeps its state after each token of a step, and vLLM goes on from the one after the last token that counts.
+A recurrent layer keeps its state after each token of a step. vLLM continues from the state after the last token that counts.
 """
 
 from collections.abc import Sequence
@@ -122,6 +122,7 @@ class SecondRunnerSampler(PolicySampler):
     def _set_slots(self, rows: np.ndarray) -> None:
         super()._set_slots(rows)
         if self._head is not None:
+            # (3, B): slots, bits of the seeds, and how many numbers of its stream each row had drawn when its request began.
             self._streams = self._sent(np.stack([rows, self.seeds[rows].view(np.int64), self.drawn[rows]]))
             temperatures = [self.slots.get(row, CLOSED).sampling.temperature for row in rows.tolist()]
             self._temperatures = self._sent(np.array(temperatures, dtype=np.float32))
@@ -152,9 +153,10 @@ class SecondRunnerSampler(PolicySampler):
             self._add_columns(int(steps.max(initial=0)) + 1)
             drafted = getattr(batch, "num_draft_tokens_per_req", None)
             prompts, steps = lengths - steps, np.zeros_like(steps) if drafted is None else drafted.astype(np.int64)
+            # (B,): which of its response's tokens, counted from 0, is the first that a row samples in this step.
             self._first = batch.seq_lens[: len(steps)] - self._sent(prompts + steps)
             _, seeds, drawn = self._streams
-            # Those of this step's tokens, and of the drafts after them.
+            # (B, 2 K + 1): the random numbers of this step's tokens, and of the drafts after them.
             ahead = torch.arange(2 * self.runner.num_speculative_steps + 1, device=self.device)
             self._numbers = uniforms(seeds[:, None], (drawn + self._first)[:, None] + ahead)
         return steps, lengths < batch.prefill_len_np

@@ -36,7 +36,9 @@ from workers.parallel.transform import Transform
 from workers.ranks.mesh import Ranks
 
 TOWER_BLOCKS = 8
-"""Of a tower's blocks so many are gathered together: the host needs 3 ms for each gather and each reduction of one."""
+"""Number of a tower's blocks that are gathered together. One by one, the host needs about 3 ms for each gather and each
+reduction, longer than the device computes a block.
+"""
 
 
 class FullySharded(Transform):

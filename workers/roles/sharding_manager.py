@@ -184,7 +184,7 @@ class ShardingManager:
         self._rollout_random: dict[str, Any] | None = None
 
     def mark_stale(self) -> None:
-        """Marks the engine's weights as stale: the next entry streams the actor's. An engine may prepare for it now."""
+        """Marks the engine's weights as stale: the next entry streams the actor's. An engine that can make room begins to."""
         self.stale = True
         if self.shares_device and hasattr(self.engine, "make_room"):
             self.engine.make_room()
