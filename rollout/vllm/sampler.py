@@ -84,7 +84,7 @@ class PolicySampler(Sampler):
         # Log-probs (slots, tokens). The first column is for tokens that vLLM discards, of prompts that are read in parts.
         self.found = torch.zeros(0, 1 + FIRST_COLUMNS, device=self.device)
         # At the first token of each step of a row the number of its drafts and 1, else 0; if the engine drafts any.
-        self.begun = torch.zeros(0, 1 + FIRST_COLUMNS, dtype=torch.uint8, device=self.device)
+        self.begun = torch.zeros(0, 1 + FIRST_COLUMNS, dtype=torch.int16, device=self.device)
         self._free: list[int] = []
         self._rows = np.zeros(0, dtype=np.int64)  # the slots of the rows of a step
         self._names: list[str] = []
@@ -270,7 +270,7 @@ class PolicySampler(Sampler):
             tokens, values = tokens[order], values[order]
         self.found[slots, places] = values
         if self.takes_drafts:
-            self.begun[slots, places] = 1 if begun is None else self._sent(begun.astype(np.uint8))
+            self.begun[slots, places] = 1 if begun is None else self._sent(begun.astype(np.int16))
         return tokens
 
     def _places(self, rows: np.ndarray, steps: np.ndarray, discarded: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:

@@ -165,6 +165,22 @@ def test_of_drafted_tokens_those_count_that_are_drawn(runner: SimpleNamespace) -
     assert sampler.log_probs(slots[2], 2) == pytest.approx(values, abs=1e-6)
 
 
+def test_hundreds_of_drafts_are_counted(runner: SimpleNamespace) -> None:
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    runner.speculative_config = object()
+    sampler = SecondRunnerSampler(runner)
+    slot = begin(sampler, 0, seed=1, sampling=SamplingParams(max_tokens=9, temperature=0.0))
+    batch = batch_of([0], computed=[4], scheduled=[301], prefill=[5])
+    batch.num_draft_tokens, batch.num_draft_tokens_per_req = 300, np.array([300])
+    batch.input_ids, batch.logits_indices = torch.zeros(301, dtype=torch.int64), torch.arange(301)
+
+    found = sampler(torch.eye(VOCABULARY)[torch.full((301,), 3)], batch)  # draws 3, and all drafts are 0
+
+    assert found.num_sampled.tolist() == [1]
+    assert sampler.drafted_and_accepted(slot, 1) == (300, 0)
+
+
 def test_with_a_head_the_device_knows_how_many_drafts_counted(runner: SimpleNamespace) -> None:
     """The host has prepared each step as if all drafts of the step before had counted, and learns of none of them."""
     from rollout.vllm.second_runner import SecondRunnerSampler
