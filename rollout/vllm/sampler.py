@@ -40,6 +40,8 @@ FIRST_SLOTS = 64
 """Initial number of open requests that memory is allocated for."""
 CHUNK_ROWS = 512
 """Rows sampled at a time, which bounds memory to a few copies of their logits."""
+SHARED = 32
+"""How many arrays that steps have in common stay on the device."""
 
 
 @dataclass(eq=False)
@@ -85,6 +87,7 @@ class PolicySampler(Sampler):
         self.found = torch.zeros(0, 1 + FIRST_COLUMNS, device=self.device)
         # At the first token of each step of a row the number of its drafts and 1, else 0; if the engine drafts any.
         self.begun = torch.zeros(0, 1 + FIRST_COLUMNS, dtype=torch.int16, device=self.device)
+        self._sent_before: dict[Any, Tensor] = {}
         self._free: list[int] = []
         self._rows = np.zeros(0, dtype=np.int64)  # the slots of the rows of a step
         self._names: list[str] = []
@@ -190,10 +193,10 @@ class PolicySampler(Sampler):
         tokens = self._draw(
             logits, rows, (steps - drafted)[rows] + ahead, discarded[rows], *self._parts_of(rows), begun
         )
-        place = self._sent(np.stack([rows, ahead]))
+        place = self._shared(np.stack([rows, ahead]))
         drawn = tokens.new_full((len(drafted), 1 + int(drafted.max(initial=0))), -1)
         drawn[place[0], place[1]] = tokens
-        wanted, target = torch.full_like(drawn, -2), self._sent(np.stack([rows, ahead])[:, ahead < drafted[rows]])
+        wanted, target = torch.full_like(drawn, -2), self._shared(np.stack([rows, ahead])[:, ahead < drafted[rows]])
         wanted[target[0], target[1]] = drafts.to(drawn.dtype)
         kept = (drawn == wanted)[:, :-1].cumprod(1).bool()
         drawn[:, 1:] = drawn[:, 1:].masked_fill(~kept, -1)
@@ -270,7 +273,7 @@ class PolicySampler(Sampler):
             tokens, values = tokens[order], values[order]
         self.found[slots, places] = values
         if self.takes_drafts:
-            self.begun[slots, places] = 1 if begun is None else self._sent(begun.astype(np.int16))
+            self.begun[slots, places] = 1 if begun is None else self._shared(begun.astype(np.int16))
         return tokens
 
     def _places(self, rows: np.ndarray, steps: np.ndarray, discarded: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
@@ -286,6 +289,15 @@ class PolicySampler(Sampler):
         """The values on the device, in one copy that the host does not wait for."""
         tensor = torch.from_numpy(values)
         return tensor if self.side_stream is None else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _shared(self, values: np.ndarray) -> Tensor:
+        """As `_sent`, for values that many steps have in common: one tensor for all of them, to be read only."""
+        key = values.dtype, values.shape, values.tobytes()
+        if key not in self._sent_before:
+            if len(self._sent_before) == SHARED:
+                self._sent_before.clear()
+            self._sent_before[key] = self._sent(values)
+        return self._sent_before[key]
 
     def _set_names(self, names: list[str]) -> None:
         """Finds the slots of rows by vLLM's names of their requests."""

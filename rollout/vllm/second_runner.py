@@ -27,6 +27,8 @@ from rollout.vllm.sampler import CLOSED, EXTRA_ARGUMENT, PolicySampler
 
 NO_SLOT = -1
 """Of a trial request by which a start measures memory and compiles kernels."""
+STEPS_AHEAD = 64
+"""For so many steps next to a head random numbers are computed at a time, because each of some 30 operations costs the host."""
 
 
 class SecondRunnerSampler(PolicySampler):
@@ -50,6 +52,7 @@ class SecondRunnerSampler(PolicySampler):
         runner.rejection_sampler = self
         if getattr(speculator, "model", None) is not None:
             self._head, self.drafts = HeadDrafts(speculator, self.banned_ids), None
+            self._ahead = torch.arange(2 * runner.num_speculative_steps + 1, device=self.device)
             self._own_propose, speculator.propose = speculator.propose, self.propose_by_head
             return
         speculator.propose = self.propose
@@ -76,7 +79,7 @@ class SecondRunnerSampler(PolicySampler):
             return _output(self._trial(logits).long(), ones, ones - 1)
         steps, discarded = self._begin(batch)
         tokens = self._draw(logits, np.arange(len(steps)), steps, discarded, self._parts, self._order).unsqueeze(-1)
-        sampled, rejected = self._sent(np.stack([~discarded, np.zeros_like(discarded)]).astype(np.int32))
+        sampled, rejected = self._shared(np.stack([~discarded, np.zeros_like(discarded)]).astype(np.int32))
         self._drawn = tokens, sampled
         return _output(tokens, sampled, rejected)
 
@@ -88,10 +91,10 @@ class SecondRunnerSampler(PolicySampler):
             last, rejected = self._sent(np.stack([ends - 1, drafted]))
             return _output(self._trial(logits[last]).long(), torch.ones_like(last).int(), rejected.int())
         steps, discarded = self._begin(batch)
-        after_first = self._sent(np.delete(np.arange(len(logits)), ends - drafted - 1))
+        after_first = self._shared(np.delete(np.arange(len(logits)), ends - drafted - 1))
         drafts = batch.input_ids[batch.logits_indices[after_first]]
         tokens = self._draw_next_to(logits, drafted, drafts, steps, discarded)
-        read, counts = self._sent(np.stack([drafted + 1, ~discarded]))
+        read, counts = self._shared(np.stack([drafted + 1, ~discarded]))
         sampled = (tokens >= 0).sum(1) * counts
         self._drawn = tokens, sampled
         return _output(tokens, sampled.int(), ((read - sampled) * counts).int())
@@ -115,8 +118,7 @@ class SecondRunnerSampler(PolicySampler):
             count = self.runner.num_speculative_steps
             if options.get("num_speculative_tokens") == 0 and not input_batch.has_prefill:  # the head reads all prompts
                 return torch.zeros(input_batch.num_reqs, count, dtype=torch.int64, device=self.device)
-            coming = self._drawn[1][:, None] + torch.arange(count, device=self.device)
-            head.draw_from(self._numbers.gather(1, coming), self._temperatures)
+            head.draw_from(self._numbers.gather(1, self._drawn[1][:, None] + self._ahead[:count]))
         return self._own_propose(input_batch, *context, dummy_run=dummy_run, **options)
 
     def _set_slots(self, rows: np.ndarray) -> None:
@@ -125,13 +127,14 @@ class SecondRunnerSampler(PolicySampler):
             # (3, B): slots, bits of the seeds, and how many numbers of its stream each row had drawn when its request began.
             self._streams = self._sent(np.stack([rows, self.seeds[rows].view(np.int64), self.drawn[rows]]))
             temperatures = [self.slots.get(row, CLOSED).sampling.temperature for row in rows.tolist()]
-            self._temperatures = self._sent(np.array(temperatures, dtype=np.float32))
+            self._head.temper(self._sent(np.array(temperatures, dtype=np.float32)))
+            self._steps_left = 0
 
     def _places(self, rows: np.ndarray, steps: np.ndarray, discarded: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """See `PolicySampler._places`. With a head ``steps`` count from the first token of each row in this step."""
         if self._head is None:
             return super()._places(rows, steps, discarded)
-        at, after_first, counts = self._sent(np.stack([rows, steps, ~discarded]))
+        at, after_first, counts = self._shared(np.stack([rows, steps, ~discarded]))
         return self._streams[0, at], (self._first[at] + after_first + 1) * counts, self._numbers[at, after_first]
 
     def _is_trial(self, batch: Any) -> bool:
@@ -154,12 +157,28 @@ class SecondRunnerSampler(PolicySampler):
             drafted = getattr(batch, "num_draft_tokens_per_req", None)
             prompts, steps = lengths - steps, np.zeros_like(steps) if drafted is None else drafted.astype(np.int64)
             # (B,): which of its response's tokens, counted from 0, is the first that a row samples in this step.
-            self._first = batch.seq_lens[: len(steps)] - self._sent(prompts + steps)
+            self._first = batch.seq_lens[: len(steps)] - self._shared(prompts + steps)
+        discarded = lengths < batch.prefill_len_np
+        if self._head is not None:
+            self._numbers = self._next_numbers(bool(discarded.any()))
+        return steps, discarded
+
+    def _next_numbers(self, reads: bool) -> Tensor:
+        """The random numbers ``(B, 2 K + 1)`` float64 of this step's tokens and of the drafts after them; ``reads``: some row has
+        not read its prompt.
+
+        They are computed for `STEPS_AHEAD` more steps, each of which gives a row at most 1 + K tokens.
+        """
+        if reads or not self._steps_left:
             _, seeds, drawn = self._streams
-            # (B, 2 K + 1): the random numbers of this step's tokens, and of the drafts after them.
-            ahead = torch.arange(2 * self.runner.num_speculative_steps + 1, device=self.device)
-            self._numbers = uniforms(seeds[:, None], (drawn + self._first)[:, None] + ahead)
-        return steps, lengths < batch.prefill_len_np
+            self._begins, self._steps_left = self._first, 0 if reads else STEPS_AHEAD
+            width = len(self._ahead) + self._steps_left * (1 + self.runner.num_speculative_steps)
+            self._computed = uniforms(
+                seeds[:, None], (drawn + self._first)[:, None] + torch.arange(width, device=self.device)
+            )
+        else:
+            self._steps_left -= 1
+        return self._computed.gather(1, (self._first - self._begins)[:, None] + self._ahead)
 
     def _places_of(self, name: str, group: int, tokens: int) -> np.ndarray | None:
         place, tables = self.runner.req_states.req_id_to_index.get(name), self.runner.block_tables
@@ -182,9 +201,12 @@ class HeadDrafts:
         self._temperatures = torch.ones(rows, device=device)
         speculator.sample_draft = self._choose
 
-    def draw_from(self, numbers: Tensor, temperatures: Tensor) -> None:
-        """The numbers ``(B, K)`` float64 and the temperatures ``(B,)`` for the next drafts, where CUDA graphs read them."""
+    def draw_from(self, numbers: Tensor) -> None:
+        """The numbers ``(B, K)`` float64 for the next drafts, where CUDA graphs read them."""
         self._numbers[: len(numbers)] = numbers
+
+    def temper(self, temperatures: Tensor) -> None:
+        """The temperatures ``(B,)`` of the rows, where CUDA graphs read them."""
         self._temperatures[: len(temperatures)] = temperatures
 
     def _choose(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
