@@ -152,6 +152,8 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """With "0" it asks for vLLM's first model runner."""
 SECOND_RUNNER_SINCE = 0, 32
 """From this version on an engine runs on the second runner, as vLLM itself does from 0.29 on."""
+BY_HEAD = "mtp"
+"""vLLM's name of drafts by the head of a model."""
 
 
 def takes_second_runner(version: str) -> bool:

@@ -268,7 +268,7 @@ class PolicySampler(Sampler):
                 tokens = tokens.where(values.isfinite(), slot.stop_id)
             chosen.append(tokens)
             log_probs.append(values)
-        tokens, values = torch.cat(chosen), torch.cat(log_probs)
+        tokens, values = (each[0] if len(each) == 1 else torch.cat(each) for each in (chosen, log_probs))
         if order is not None:
             tokens, values = tokens[order], values[order]
         self.found[slots, places] = values

@@ -22,6 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from rollout.drafts import payoff_on
+from rollout.vllm.process_settings import BY_HEAD
 
 
 def make_scheduler(vllm_config: Any, kv_cache_config: Any, **options: Any) -> Scheduler:
@@ -47,7 +48,7 @@ class _Decoding:
         super().__init__(**options)
         self.dynamic_sd_lookup = None  # drafts are decided on here, or by n-grams in the policy's sampler
         config = options["vllm_config"]
-        self._by_head = getattr(config.speculative_config, "method", None) == "mtp"
+        self._by_head = getattr(config.speculative_config, "method", None) == BY_HEAD
         alone = self._by_head and config.parallel_config.world_size == 1  # else ranks have to take the same steps
         self._payoff = payoff_on(torch.device(config.device_config.device_type) if alone else None)
         kinds = {type(group.kv_cache_spec).__name__ for group in options["kv_cache_config"].kv_cache_groups}

@@ -1,16 +1,15 @@
-"""The policy's sampler, recorder of experts and drafts for vLLM's second model runner, which is vLLM's default from 0.29 on.
+"""The policy's sampler, recorder of experts and drafts by n-grams for vLLM's second model runner, vLLM's default from 0.29 on.
 
 vLLM's first runner prepares each row of a step in Python. The second one keeps what it knows of rows in arrays, so that a step of
 hundreds of rows costs the host less. It needs Triton. `rollout.vllm.process_settings` says which versions, models and options
 run on it.
 
 That runner takes no drafter of another project's, so the engine names one of vLLM's, whose function is replaced here: that by
-n-grams, or that by the head of a model (MTP). Drafts of a head stay on the device, and so does the number of tokens that count:
-the host prepares a step while the device computes another. N-grams are looked up on the host, which waits for each step's tokens.
-A recurrent layer keeps its state after each token of a step. vLLM continues from the state after the last token that counts.
+n-grams, or that by the head of a model (`rollout.vllm.head_sampler`). N-grams are looked up on the host, which waits for each
+step's tokens. A recurrent layer keeps its state after each token of a step. vLLM continues from the state after the last token
+that counts.
 """
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +20,11 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from rollout.engine import SamplingParams
-from rollout.sampling import draw_tokens, policy_log_probs_, uniforms
 from rollout.vllm.running_engine import slots_in_blocks
-from rollout.vllm.sampler import CLOSED, EXTRA_ARGUMENT, PolicySampler
+from rollout.vllm.sampler import EXTRA_ARGUMENT, PolicySampler
 
 NO_SLOT = -1
 """Of a trial request by which a start measures memory and compiles kernels."""
-STEPS_AHEAD = 64
-"""For so many steps next to a head random numbers are computed at a time, because each of some 30 operations costs the host."""
 
 
 class SecondRunnerSampler(PolicySampler):
@@ -43,19 +39,12 @@ class SecondRunnerSampler(PolicySampler):
         unused = SimpleNamespace(gpu=torch.zeros(runner.max_num_reqs, device=self.device))
         self.sampling_states = SimpleNamespace(temperature=unused, seeds=unused)  # the runner hands them to its drafter
         self._drawn: tuple[Tensor, Tensor] | None = None  # tokens and their numbers, of the last step
-        self._head: HeadDrafts | None = None
         self._next_drafts: tuple[list[str], list[list[int]]] = [], []
 
     def take_drafts(self) -> None:
         """See `PolicySampler.take_drafts`."""
-        runner, speculator = self.runner, self.runner.speculator
-        runner.rejection_sampler = self
-        if getattr(speculator, "model", None) is not None:
-            self._head, self.drafts = HeadDrafts(speculator, self.banned_ids), None
-            self._ahead = torch.arange(2 * runner.num_speculative_steps + 1, device=self.device)
-            self._own_propose, speculator.propose = speculator.propose, self.propose_by_head
-            return
-        speculator.propose = self.propose
+        runner = self.runner
+        runner.rejection_sampler, runner.speculator.propose = self, self.propose
         runner.draft_tokens_handler.get_draft_tokens = lambda: DraftTokenIds(*self._next_drafts)
 
     def add_request(self, place: int, *settings: Any) -> None:
@@ -111,32 +100,6 @@ class SecondRunnerSampler(PolicySampler):
         )
         return self._sent(np.array([[*draft, *[0] * (most - len(draft))] for draft in found], dtype=np.int64))
 
-    def propose_by_head(self, input_batch: Any, *context: Any, dummy_run: bool = False, **options: Any) -> Tensor:
-        """Drafts ``(B, K)`` int64 by the head for the rows of the step that the device computes; the scheduler may want none."""
-        head = self._head
-        if head is not None and not dummy_run and self._drawn is not None and not self._is_trial(input_batch):
-            count = self.runner.num_speculative_steps
-            if options.get("num_speculative_tokens") == 0 and not input_batch.has_prefill:  # the head reads all prompts
-                return torch.zeros(input_batch.num_reqs, count, dtype=torch.int64, device=self.device)
-            head.draw_from(self._numbers.gather(1, self._drawn[1][:, None] + self._ahead[:count]))
-        return self._own_propose(input_batch, *context, dummy_run=dummy_run, **options)
-
-    def _set_slots(self, rows: np.ndarray) -> None:
-        super()._set_slots(rows)
-        if self._head is not None:
-            # (3, B): slots, bits of the seeds, and how many numbers of its stream each row had drawn when its request began.
-            self._streams = self._sent(np.stack([rows, self.seeds[rows].view(np.int64), self.drawn[rows]]))
-            temperatures = [self.slots.get(row, CLOSED).sampling.temperature for row in rows.tolist()]
-            self._head.temper(self._sent(np.array(temperatures, dtype=np.float32)))
-            self._steps_left = 0
-
-    def _places(self, rows: np.ndarray, steps: np.ndarray, discarded: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """See `PolicySampler._places`. With a head ``steps`` count from the first token of each row in this step."""
-        if self._head is None:
-            return super()._places(rows, steps, discarded)
-        at, after_first, counts = self._shared(np.stack([rows, steps, ~discarded]))
-        return self._streams[0, at], (self._first[at] + after_first + 1) * counts, self._numbers[at, after_first]
-
     def _is_trial(self, batch: Any) -> bool:
         return not self.slots or bool((self._slot_at[batch.idx_mapping_np] == NO_SLOT).any())
 
@@ -152,33 +115,7 @@ class SecondRunnerSampler(PolicySampler):
             )
         lengths = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         steps = lengths - self.runner.req_states.prompt_len.np[batch.idx_mapping_np]
-        if self._head is not None:  # how many earlier drafts counted the host does not know yet
-            self._add_columns(int(steps.max(initial=0)) + 1)
-            drafted = getattr(batch, "num_draft_tokens_per_req", None)
-            prompts, steps = lengths - steps, np.zeros_like(steps) if drafted is None else drafted.astype(np.int64)
-            # (B,): which of its response's tokens, counted from 0, is the first that a row samples in this step.
-            self._first = batch.seq_lens[: len(steps)] - self._shared(prompts + steps)
-        discarded = lengths < batch.prefill_len_np
-        if self._head is not None:
-            self._numbers = self._next_numbers(bool(discarded.any()))
-        return steps, discarded
-
-    def _next_numbers(self, reads: bool) -> Tensor:
-        """The random numbers ``(B, 2 K + 1)`` float64 of this step's tokens and of the drafts after them; ``reads``: some row has
-        not read its prompt.
-
-        They are computed for `STEPS_AHEAD` more steps, each of which gives a row at most 1 + K tokens.
-        """
-        if reads or not self._steps_left:
-            _, seeds, drawn = self._streams
-            self._begins, self._steps_left = self._first, 0 if reads else STEPS_AHEAD
-            width = len(self._ahead) + self._steps_left * (1 + self.runner.num_speculative_steps)
-            self._computed = uniforms(
-                seeds[:, None], (drawn + self._first)[:, None] + torch.arange(width, device=self.device)
-            )
-        else:
-            self._steps_left -= 1
-        return self._computed.gather(1, (self._first - self._begins)[:, None] + self._ahead)
+        return steps, lengths < batch.prefill_len_np
 
     def _places_of(self, name: str, group: int, tokens: int) -> np.ndarray | None:
         place, tables = self.runner.req_states.req_id_to_index.get(name), self.runner.block_tables
@@ -186,38 +123,6 @@ class SecondRunnerSampler(PolicySampler):
             return None
         blocks = tables.block_tables[group].gpu[place, : int(tables.num_blocks.np[group, place])]
         return slots_in_blocks(self.runner, blocks.cpu().numpy().astype(np.int64), group, tokens)
-
-
-class HeadDrafts:
-    """vLLM's drafts by the head of a model, drawn from the numbers that the tokens themselves will be drawn with, so that the two
-    agree as often as their distributions let them.
-    """
-
-    def __init__(self, speculator: Any, banned_ids: Sequence[int]) -> None:
-        """Replaces the choice of tokens of vLLM's ``speculator``, before CUDA graphs are captured."""
-        self._speculator, self._banned_ids = speculator, banned_ids
-        rows, device = speculator.max_num_reqs, speculator.device
-        self._numbers = torch.zeros(rows, speculator.num_speculative_steps, dtype=torch.float64, device=device)
-        self._temperatures = torch.ones(rows, device=device)
-        speculator.sample_draft = self._choose
-
-    def draw_from(self, numbers: Tensor) -> None:
-        """The numbers ``(B, K)`` float64 for the next drafts, where CUDA graphs read them."""
-        self._numbers[: len(numbers)] = numbers
-
-    def temper(self, temperatures: Tensor) -> None:
-        """The temperatures ``(B,)`` of the rows, where CUDA graphs read them."""
-        self._temperatures[: len(temperatures)] = temperatures
-
-    def _choose(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The tokens ``(B,)`` int64 that a step of the head drafts."""
-        logits = self._speculator.compute_draft_logits(hidden_states, 0)
-        temperatures = self._temperatures[: len(logits), None]
-        step = self._speculator.current_draft_step.expand(len(logits), 1)
-        numbers = self._numbers[: len(logits)].gather(1, step).squeeze(1)
-        tempered = logits.float().div_(temperatures.where(temperatures > 0, 1.0))
-        log_probs = policy_log_probs_(tempered, 1.0, self._banned_ids)
-        return draw_tokens(log_probs.exp(), numbers).where(temperatures.squeeze(1) > 0, log_probs.argmax(-1))
 
 
 def _output(tokens: Tensor, sampled: Tensor, rejected: Tensor) -> Any:

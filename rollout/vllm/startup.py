@@ -13,6 +13,7 @@ from dataproto.vlm.family import VLMFamily
 from rollout.pretrained import check_in_vllm, check_speculation, family_and_config, has_stored
 from rollout.vllm.low_rank import LORA_RANK, WEIGHTS_STAY
 from rollout.vllm.process_settings import (
+    BY_HEAD,
     RUNNER_VARIABLE,
     count_whole_images,
     import_vllm,
@@ -129,13 +130,13 @@ def speculative_options(tokens: int, second_runner: bool, head: bool, max_num_se
     config: dict[str, Any] = {"method": "custom_class", "model": DRAFTER}
     if second_runner:
         by_ngrams = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 2}
-        config = {"method": "mtp"} if head else by_ngrams
+        config = {"method": BY_HEAD} if head else by_ngrams
         if max_num_seqs > 1:
             config["num_speculative_tokens_per_batch_size"] = [
                 (1, max_num_seqs - 1, tokens),
                 (max_num_seqs, max_num_seqs, 0),
             ]
-    ahead = {} if config["method"] == "mtp" else {"async_scheduling": False}
+    ahead = {} if config["method"] == BY_HEAD else {"async_scheduling": False}
     return {"speculative_config": config | {"num_speculative_tokens": tokens}} | ahead
 
 

@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 
 from rollout.vllm.expert_slots import ExpertSlots
 from rollout.vllm.low_rank import LORA_RANK, WEIGHTS_STAY, make_room
+from rollout.vllm.process_settings import BY_HEAD
 from rollout.vllm.running_engine import model_of
 from rollout.vllm.sampler import Float32Head, PolicySampler
 from rollout.vllm.weights import match_latent_attention
@@ -84,9 +85,11 @@ def _sampler_for(worker: Any) -> PolicySampler:
     """The policy's sampler in the form that the worker's model runner calls."""
     if not getattr(worker, "use_v2_model_runner", False):
         return PolicySampler(worker.model_runner)
-    from rollout.vllm.second_runner import SecondRunnerSampler  # its imports need Triton
+    from rollout.vllm.head_sampler import HeadSampler  # its imports need Triton
+    from rollout.vllm.second_runner import SecondRunnerSampler
 
-    return SecondRunnerSampler(worker.model_runner)
+    by_head = getattr(worker.model_runner.speculative_config, "method", None) == BY_HEAD
+    return (HeadSampler if by_head else SecondRunnerSampler)(worker.model_runner)
 
 
 def make_expert_group() -> None:

@@ -120,7 +120,7 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
         return
     plain_places(monkeypatch)
     schedule_ahead(monkeypatch)
-    monkeypatch.setattr("rollout.vllm.second_runner.STEPS_AHEAD", 2)
+    monkeypatch.setattr("rollout.vllm.head_sampler.STEPS_AHEAD", 2)
     engine = create_engine("vllm", path, speculate=3, dtype="bfloat16", **options)
     assert engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     engine.llm.collective_rpc(run_steps_of_a_gpus_start)

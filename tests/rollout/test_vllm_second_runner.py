@@ -183,7 +183,7 @@ def test_hundreds_of_drafts_are_counted(runner: SimpleNamespace) -> None:
 
 def test_with_a_head_the_device_knows_how_many_drafts_counted(runner: SimpleNamespace) -> None:
     """The host has prepared each step as if all drafts of the step before had counted, and learns of none of them."""
-    from rollout.vllm.second_runner import SecondRunnerSampler
+    from rollout.vllm.head_sampler import HeadSampler
 
     asked: list[Any] = []
     runner.speculative_config, runner.num_speculative_steps, sampling = object(), 2, SamplingParams(max_tokens=9)
@@ -194,7 +194,7 @@ def test_with_a_head_the_device_knows_how_many_drafts_counted(runner: SimpleName
         device=torch.device("cpu"),
         propose=lambda *_, **__: asked,
     )
-    sampler = SecondRunnerSampler(runner)
+    sampler = HeadSampler(runner)
     sampler.take_drafts()
     slots = [begin(sampler, place, seed=20 + place, sampling=sampling, drawn=place) for place in (0, 3)]
     rows = [(0, 20, 0), (3, 23, 3)]  # place in the runner, seed, number of the first token in the stream
@@ -227,7 +227,7 @@ def test_with_a_head_the_device_knows_how_many_drafts_counted(runner: SimpleName
         for slot, (row, values) in zip(slots, enumerate(drawn), strict=True):
             told = sampler.log_probs(slot, first[row] + count)[first[row] :]
             assert told == pytest.approx([value for _, value in values[:count]], abs=1e-6)
-        drafts = sampler.propose_by_head(batch, num_speculative_tokens=2)
+        drafts = sampler.propose(batch, num_speculative_tokens=2)
         assert drafts is asked
         coming = [
             uniforms(np.full(2, seed, dtype=np.uint64), drawn + first[row] + count + np.arange(2))
@@ -241,9 +241,9 @@ def test_with_a_head_the_device_knows_how_many_drafts_counted(runner: SimpleName
     step([7, 4], computed=[8, 5], drafted=2, wrong=())
     batch = step([10, 7], computed=[11, 8], drafted=0, wrong=())
     assert [sampler.drafted_and_accepted(slot, 7) for slot in slots] == [(4, 3), (4, 3)]
-    assert sampler.propose_by_head(batch, num_speculative_tokens=0).tolist() == [[0, 0], [0, 0]]
+    assert sampler.propose(batch, num_speculative_tokens=0).tolist() == [[0, 0], [0, 0]]
     batch.has_prefill = True
-    assert sampler.propose_by_head(batch, num_speculative_tokens=0) is asked  # the head reads all prompts
+    assert sampler.propose(batch, num_speculative_tokens=0) is asked  # the head reads all prompts
 
 
 def test_drafts_are_those_of_the_group_and_filled_up(runner: SimpleNamespace) -> None:
