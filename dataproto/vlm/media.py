@@ -25,6 +25,8 @@ from dataproto.transfer import move
 from dataproto.vlm.positions import TOKEN_TYPES
 
 Ids = npt.NDArray[np.int64]
+Options = Mapping[str, Any]
+"""Keywords of an image processor, see `MediaLayout.processor_options`."""
 MAX_ASPECT_RATIO = 200
 
 
@@ -81,9 +83,7 @@ class MediaLayout(Protocol):
         """The inputs of one image, from what the image processor makes of it. Default: those that the forward takes."""
         return {name: made[name] for name in self.names("image")}
 
-    def count_image_features(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
-    ) -> int:
+    def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """Number of features of an image of this size in pixels, which is not empty, processed with the options. Raises
         `InvalidMedia` for a size that the processor refuses.
         """
@@ -130,9 +130,7 @@ class PatchGrids(MediaLayout):
         check_limits(least, most)
         return {"size": {"shortest_edge": least, "longest_edge": most}}
 
-    def count_image_features(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
-    ) -> int:
+    def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """Computed by `image_grid`."""
         size, merge = options["size"], self.merge_size(config)
         patch = int(config.vision_config.patch_size)

@@ -12,9 +12,11 @@ from torch import Tensor
 from dataproto.columns import RowMedia, media_parts
 from dataproto.errors import InvalidMedia, MediaMismatch
 from dataproto.vlm.costs import join_grids
-from dataproto.vlm.media import PATCH_GRIDS, DistinctMedia, Ids, MediaLayout, distinct_media, split_media
+from dataproto.vlm.media import PATCH_GRIDS, DistinctMedia, Ids, MediaLayout, Options, distinct_media, split_media
 from dataproto.vlm.positions import TOKEN_TYPES, Pieces, extend_positions, mrope_positions, text_positions
 
+EncodeText = Callable[[str], Sequence[int]]
+"""A text to its token ids."""
 _MEDIA_TOKENS = (
     *(f"{kind}_token_id" for kind in ("image", "video", "audio", "boi", "eoi", "boa")),
     *(f"{kind}_{end}_token_id" for kind in ("vision", "image", "video", "audio") for end in ("start", "end")),
@@ -93,7 +95,7 @@ class PromptLayout:
         """Patches along each side of a merged feature."""
         return self.media_layout.merge_size(config)
 
-    def image_tokens(self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any) -> int:
+    def image_tokens(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """Number of placeholder tokens of an image of this size in pixels, if the image processor runs with ``options`` (see
         `MediaLayout.processor_options`). Raises `InvalidMedia` for a size that the processor refuses.
         """
@@ -107,7 +109,7 @@ class PromptLayout:
         """
         return [self.image_text] * len(self.media_layout.feature_counts("image", media, config))
 
-    def size_texts(self, height: int, width: int, processor: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def size_texts(self, height: int, width: int, processor: Any, options: Options) -> tuple[str, ...]:
         """`image_texts` of an image of this size in pixels."""
         return self.image_text
 
@@ -136,7 +138,7 @@ class PromptLayout:
         media: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         config: Any,
         *,
-        encode_text: Callable[[str], Sequence[int]] | None = None,
+        encode_text: EncodeText | None = None,
         seconds: Sequence[Sequence[float]] | None = None,
         images_before: int = 0,
     ) -> tuple[Ids, np.ndarray[Any, np.dtype[np.int8]]]:
@@ -171,9 +173,7 @@ class PromptLayout:
             counts["image"] = np.concatenate([self.run_counts(part, config) for part in parts])
         return expand_ids(expanded, tokens, counts)
 
-    def place_texts(
-        self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: Callable[[str], Sequence[int]]
-    ) -> Ids:
+    def place_texts(self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: EncodeText) -> Ids:
         """Prompt ids with the `image_texts` of each image in the place of its placeholder, and a placeholder between each two of
         them. Default: the texts are tokenized by themselves. Raises `MediaMismatch`.
         """
@@ -181,7 +181,7 @@ class PromptLayout:
         assert placeholder is not None
         return enclose(ids, placeholder, [[encode_text(text) for text in image] for image in texts])
 
-    def joined_tokens(self, ids: Sequence[int] | Ids, config: Any, encode_text: Callable[[str], Sequence[int]]) -> int:
+    def joined_tokens(self, ids: Sequence[int] | Ids, config: Any, encode_text: EncodeText) -> int:
         """How many tokens fewer `place_texts` makes of prompt ids than the prompt and the texts have apart. Default: 0."""
         return 0
 
@@ -330,7 +330,7 @@ def split_videos(ids: Ids, tokens: MediaTokens, frames: Sequence[Sequence[Sequen
 
 
 def frame_texts(
-    grids: Ids, encode_text: Callable[[str], Sequence[int]] | None, seconds: Sequence[Sequence[float]] | None
+    grids: Ids, encode_text: EncodeText | None, seconds: Sequence[Sequence[float]] | None
 ) -> list[list[Sequence[int]]]:
     """Token ids of each frame's time, written as ``<1.5 seconds>``, for video ``grids (M, 3)``.
 

@@ -3,7 +3,7 @@ window and rotary angles of their own. Positions are one-dimensional.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from dataproto.errors import InvalidConfig
 from dataproto.vlm.costs import siglip_flops
 from dataproto.vlm.family import VLMFamily
-from dataproto.vlm.media import EqualImages, Ids
+from dataproto.vlm.media import EqualImages, Ids, Options
+from dataproto.vlm.prompt_layout import EncodeText
 
 MAX_NEWLINES = 31
 """The longest run of line breaks that is one token of Gemma's vocabulary."""
@@ -45,9 +46,7 @@ class Squares(EqualImages):
             )
         return {"do_pan_and_scan": False}
 
-    def count_image_features(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
-    ) -> int:
+    def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """The same number for each size."""
         return int(config.mm_tokens_per_image)
 
@@ -81,14 +80,12 @@ class Gemma3(VLMFamily):
         """The start token, to which `expand` adds the image's tokens and the end token."""
         return int(config.boi_token_id)
 
-    def place_texts(
-        self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: Callable[[str], Sequence[int]]
-    ) -> Ids:
+    def place_texts(self, ids: Ids, texts: Sequence[tuple[str, ...]], config: Any, encode_text: EncodeText) -> Ids:
         """The line breaks around an image join those of the prompt in one token, as if the whole text were tokenized."""
         found = np.where(ids == config.boi_token_id, config.image_token_id, ids)
         return join_newlines(super().place_texts(found, texts, config, encode_text), encode_text)
 
-    def joined_tokens(self, ids: Sequence[int] | Ids, config: Any, encode_text: Callable[[str], Sequence[int]]) -> int:
+    def joined_tokens(self, ids: Sequence[int] | Ids, config: Any, encode_text: EncodeText) -> int:
         """Tokens of line breaks."""
         raw = np.asarray(ids, dtype=np.int64)
         count = int((raw == config.boi_token_id).sum())
@@ -114,7 +111,7 @@ class Gemma3(VLMFamily):
         return siglip_flops(config.vision_config, grids, merger, self.merge_size(config))
 
 
-def join_newlines(ids: Ids, encode_text: Callable[[str], Sequence[int]]) -> Ids:
+def join_newlines(ids: Ids, encode_text: EncodeText) -> Ids:
     """Neighbouring tokens of line breaks as the tokens of all these line breaks together.
 
     >>> tokens = {"\\n": [1], "\\n\\n": [2], "\\n\\n\\n": [3]}

@@ -17,7 +17,7 @@ from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.transfer import move, move_readable
 from dataproto.vlm.costs import causal_pairs
 from dataproto.vlm.family import DECODER_PLAN, SoftCap, VLMFamily
-from dataproto.vlm.media import MediaLayout, MediaSpans, check_limits
+from dataproto.vlm.media import MediaLayout, MediaSpans, Options, check_limits
 
 FEATURES = (70, 140, 280, 560, 1120)
 """The largest numbers of features of an image that the image processor takes."""
@@ -73,9 +73,7 @@ class PlacedPatches(MediaLayout):
         kept = (places >= 0).all(1)
         return {"pixel_values": made["pixel_values"][0][kept], "image_position_ids": places[kept]}
 
-    def count_image_features(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
-    ) -> int:
+    def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """As the image processor scales: the largest size with this shape, in squares of a feature."""
         most, side = int(options["max_soft_tokens"]), int(processor.patch_size) * int(processor.pooling_kernel_size)
         factor = math.sqrt(most * side**2 / (height * width))

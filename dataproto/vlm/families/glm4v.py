@@ -2,7 +2,6 @@
 a video frame is that of an image, so Hugging Face's forward cannot distinguish the images of a row from its videos.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from dataproto.errors import InvalidMedia
 from dataproto.vlm.costs import attention_weights, dense_layer_weights, frame_pairs, patch_weights, tower_flops
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
-from dataproto.vlm.media import PatchGrids
+from dataproto.vlm.media import Options, PatchGrids
 
 NO_CLASS = "vLLM has no class for it; GLM-4.6V is of type glm4v_moe, which it has"
 
@@ -20,9 +19,7 @@ class _ImageGrids(PatchGrids):
 
     video_names = ()
 
-    def count_image_features(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
-    ) -> int:
+    def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """Computed by the processor."""
         try:
             patches = processor.get_number_of_image_patches(height, width, dict(options))

@@ -14,7 +14,7 @@ from torch import Tensor
 from dataproto.errors import InvalidConfig, InvalidMedia
 from dataproto.vlm.costs import siglip_flops
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
-from dataproto.vlm.media import EqualImages, PartedImages, check_limits
+from dataproto.vlm.media import EqualImages, Options, PartedImages, check_limits
 
 MAX_SIDE = 4096
 """The longest side in pixels that the image processors resize to."""
@@ -104,14 +104,12 @@ class SquareTiles(PartedImages, EqualImages):
         tiles = torch.tensor([[made["rows"][0][0], made["cols"][0][0]]])
         return {"pixel_values": made["pixel_values"][0].unsqueeze(1), "image_tiles": tiles}
 
-    def image_tiles(self, height: int, width: int, processor: Any, options: Mapping[str, Any]) -> tuple[int, int]:
+    def image_tiles(self, height: int, width: int, processor: Any, options: Options) -> tuple[int, int]:
         """Rows and columns of tiles of an image of this size, see `tile_grid`."""
         found = tile_grid(height, width, options["size"]["longest_edge"], processor.max_image_size["longest_edge"])
         return found if processor.do_image_splitting else (0, 0)
 
-    def count_image_features(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
-    ) -> int:
+    def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """Computed by `tile_grid`."""
         rows, columns = self.image_tiles(height, width, processor, options)
         side = config.vision_config.image_size // config.vision_config.patch_size // self.merge_size(config)
@@ -144,7 +142,7 @@ class Idefics3(VLMFamily):
         """From the tiles of each image."""
         return [self._texts(*tiles) for tiles in media["image_tiles"].tolist()] if "image_tiles" in media else []
 
-    def size_texts(self, height: int, width: int, processor: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def size_texts(self, height: int, width: int, processor: Any, options: Options) -> tuple[str, ...]:
         """From the tiles of an image of this size."""
         return self._texts(*self.TILES.image_tiles(height, width, processor, options))
 

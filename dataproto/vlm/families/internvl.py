@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dataproto.vlm.families.qwen3_vl import Qwen3Mixture
 from dataproto.vlm.family import VLMFamily
-from dataproto.vlm.media import EqualImages, Ids, check_limits
+from dataproto.vlm.media import EqualImages, Ids, Options, check_limits
 
 
 class Tiles(EqualImages):
@@ -40,9 +40,7 @@ class Tiles(EqualImages):
         tiles = max(1, most // area)
         return {"crop_to_patches": True, "min_patches": min(math.ceil(least / area), tiles), "max_patches": tiles}
 
-    def count_image_features(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
-    ) -> int:
+    def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """The processor computes the number of tiles."""
         tiles = processor.get_number_of_image_patches(height, width, dict(options))
         return int(tiles) * int(self.feature_counts("image", self.smallest(config), config)[0])

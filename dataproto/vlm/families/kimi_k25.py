@@ -14,7 +14,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.vlm.costs import causal_pairs, siglip_flops
 from dataproto.vlm.families.glm4v import GLM4VMoe, mixture_weights
 from dataproto.vlm.family import TensorPlan, VLMFamily, moved
-from dataproto.vlm.media import ShrunkImages
+from dataproto.vlm.media import Options, ShrunkImages
 
 ATTENTION = "model.language_model.layers.*.self_attn"
 
@@ -72,9 +72,7 @@ class SquarePatches(ShrunkImages):
         """That of its pixels."""
         return (3, int(vision.patch_size), int(vision.patch_size))
 
-    def count_image_features(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
-    ) -> int:
+    def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """Of the image after `scaled_size`, filled up to whole features."""
         patch, side = int(processor.patch_size), self.merge_size(config) * int(processor.patch_size)
         most = int(options["max_patches"]), int(processor.size["max_height"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dataproto.errors import InvalidConfig, MediaMismatch
 from dataproto.vlm.families.qwen3_5 import Qwen35
-from dataproto.vlm.media import Ids, PartedImages, check_limits
+from dataproto.vlm.media import Ids, Options, PartedImages, check_limits
 
 
 class Slices(PartedImages):
@@ -67,7 +67,7 @@ class Slices(PartedImages):
         }
 
     def sizes_of(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any]
+        self, height: int, width: int, processor: Any, options: Options
     ) -> tuple[tuple[int, int], list[tuple[int, int]]]:
         """Rows and columns of slices, and rows and columns of patches of each part, computed by the processor."""
         size, scale, patch = (height, width), processor.scale_resolution, processor.patch_size
@@ -84,9 +84,7 @@ class Slices(PartedImages):
         sizes += [(fine[0] // grid[0] // patch, fine[1] // grid[1] // patch)] * (grid[0] * grid[1])
         return (grid[0], grid[1]), sizes
 
-    def count_image_features(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
-    ) -> int:
+    def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """Computed from the sizes of its parts."""
         if processor.downsample_mode != config.downsample_mode:
             raise InvalidConfig(
@@ -127,7 +125,7 @@ class MiniCPMV46(Qwen35):
         """From the slices of each image."""
         return [self._texts(*slices) for slices in media["image_slices"].tolist()] if "image_slices" in media else []
 
-    def size_texts(self, height: int, width: int, processor: Any, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def size_texts(self, height: int, width: int, processor: Any, options: Options) -> tuple[str, ...]:
         """From the slices of an image of this size."""
         return self._texts(*self.SLICES.sizes_of(height, width, processor, options)[0])
 

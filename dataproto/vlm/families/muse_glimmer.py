@@ -13,7 +13,7 @@ from torch import Tensor
 from dataproto.errors import InvalidConfig
 from dataproto.vlm.costs import attention_width, dense_layer_weights, frame_pairs, tower_flops, window_pairs
 from dataproto.vlm.family import DECODER_PLAN, SoftCap, VLMFamily, moved
-from dataproto.vlm.media import ShrunkImages
+from dataproto.vlm.media import Options, ShrunkImages
 
 
 class FittedPatches(ShrunkImages):
@@ -33,9 +33,7 @@ class FittedPatches(ShrunkImages):
         """That of the numbers of a patch."""
         return (int(vision.patch_temporal) * 3 * int(vision.patch_size) ** 2,)
 
-    def count_image_features(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
-    ) -> int:
+    def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """Of the image after `fitted_size`."""
         side = int(processor.patch_size) * int(processor.merge_size)
         return math.prod(fitted_size(height, width, side, int(options["max_image_tokens"])))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
 from dataproto.vlm.family import DECODER_PLAN, VLMFamily
-from dataproto.vlm.media import MediaLayout
+from dataproto.vlm.media import MediaLayout, Options
 from dataproto.vlm.prompt_layout import MediaTokens
 
 
@@ -43,9 +43,7 @@ class NoMedia(MediaLayout):
             )
         return {}
 
-    def count_image_features(
-        self, height: int, width: int, processor: Any, options: Mapping[str, Any], config: Any
-    ) -> int:
+    def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """Raises `InvalidMedia`."""
         raise InvalidMedia(f"models of type {config.model_type} read only text")
 
