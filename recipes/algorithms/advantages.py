@@ -31,14 +31,17 @@ from torch import Tensor
 
 from dataproto.errors import RowCountMismatch
 
+Labels = Iterable[Hashable]
+"""A label for each row, equal for rows that belong together."""
+
 
 def group_advantage(
     token_level_rewards: Tensor,
-    uid: Iterable[Hashable],
+    uid: Labels,
     response_mask: Tensor,
     normalise_std: bool = True,
     eps: float = 1e-6,
-    trajectory: Iterable[Hashable] | None = None,
+    trajectory: Labels | None = None,
 ) -> Tensor:
     """GRPO: the score of a response relative to all responses to the same prompt, itself included.
 
@@ -89,10 +92,7 @@ dr_grpo_advantage = partial(group_advantage, normalise_std=False)
 
 
 def leave_one_out_advantage(
-    token_level_rewards: Tensor,
-    uid: Iterable[Hashable],
-    response_mask: Tensor,
-    trajectory: Iterable[Hashable] | None = None,
+    token_level_rewards: Tensor, uid: Labels, response_mask: Tensor, trajectory: Labels | None = None
 ) -> Tensor:
     """RLOO: the score of a response minus the mean score of the other responses to the same prompt (arXiv:2402.14740).
 
@@ -117,10 +117,7 @@ def leave_one_out_advantage(
 
 
 def length_weighted_advantage(
-    token_level_rewards: Tensor,
-    uid: Iterable[Hashable],
-    response_mask: Tensor,
-    trajectory: Iterable[Hashable] | None = None,
+    token_level_rewards: Tensor, uid: Labels, response_mask: Tensor, trajectory: Labels | None = None
 ) -> Tensor:
     """OPO: the score of a response minus the length-weighted mean score of its group (arXiv:2505.23585, section 3).
 
@@ -149,10 +146,7 @@ def length_weighted_advantage(
 
 
 def greedy_baseline_advantage(
-    token_level_rewards: Tensor,
-    reward_baselines: Tensor,
-    response_mask: Tensor,
-    trajectory: Iterable[Hashable] | None = None,
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, trajectory: Labels | None = None
 ) -> Tensor:
     """ReMax: the reward-to-go minus the score of the greedy response to the same prompt (arXiv:2310.10505, algorithm 1).
 
@@ -188,7 +182,7 @@ def greedy_baseline_advantage(
 
 
 def reinforce_plus_plus(
-    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0, trajectory: Iterable[Hashable] | None = None
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0, trajectory: Labels | None = None
 ) -> Tensor:
     """REINFORCE++: the discounted reward-to-go, whitened over all sampled tokens of the batch (arXiv:2501.03262).
 
@@ -209,10 +203,7 @@ def reinforce_plus_plus(
 
 
 def reinforce_plus_plus_baseline(
-    token_level_rewards: Tensor,
-    uid: Iterable[Hashable],
-    response_mask: Tensor,
-    trajectory: Iterable[Hashable] | None = None,
+    token_level_rewards: Tensor, uid: Labels, response_mask: Tensor, trajectory: Labels | None = None
 ) -> Tensor:
     """REINFORCE++ with baseline: scores minus the mean of their group, whitened over all sampled tokens of the batch.
 
@@ -235,7 +226,7 @@ def gae(
     response_mask: Tensor,
     gamma: float = 1.0,
     lam: float = 1.0,
-    trajectory: Iterable[Hashable] | None = None,
+    trajectory: Labels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16), and the returns that the critic learns.
 
@@ -350,9 +341,7 @@ class _Responses:
     lengths: Tensor  # (E,) float64, the number of sampled tokens
 
     @classmethod
-    def find(
-        cls, rewards: Tensor, uid: Iterable[Hashable], mask: Tensor, trajectory: Iterable[Hashable] | None
-    ) -> "_Responses":
+    def find(cls, rewards: Tensor, uid: Labels, mask: Tensor, trajectory: Labels | None) -> "_Responses":
         group, rows = group_index(uid, mask, rewards=rewards), torch.arange(len(rewards), device=rewards.device)
         if trajectory is None:
             of, first = rows, rows
@@ -379,7 +368,7 @@ class _Responses:
         return torch.where((counts > 0) & (size[group] > 1), offsets - mean[group], 0.0), size
 
 
-def _joined(sampled: Tensor, trajectory: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
+def _joined(sampled: Tensor, trajectory: Labels) -> tuple[Tensor, Tensor]:
     """The sampled tokens of each of E trajectories in order: (E, T) int64 indices into the flattened (B, R), and (E, T) bool
     where there is one.
     """
@@ -399,7 +388,7 @@ def _spread(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask != 0, scores.reshape(-1, 1), 0.0).float()
 
 
-def group_index(labels: Iterable[Hashable], mask: Tensor, what: str = "uids", **others: Tensor) -> Tensor:
+def group_index(labels: Labels, mask: Tensor, what: str = "uids", **others: Tensor) -> Tensor:
     """Numbers the distinct labels of the rows in order of appearance: (B,) int64.
 
     Args:

@@ -11,14 +11,15 @@ from dataproto.errors import InvalidConfig
 
 LOG_RATIO_LIMIT = 20.0
 
+Clip = tuple[float, float]
+"""Low and high, the distances from 1 at which a ratio is clipped."""
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+"""The loss (B, R), and metrics by name, each (B, R)."""
+
 
 def clipped_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    clip: tuple[float, float] = (0.2, 0.2),
-    dual_clip: float | None = 3.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip: Clip = (0.2, 0.2), dual_clip: float | None = 3.0
+) -> LossAndMetrics:
     """PPO: the negative clipped objective, with separate low and high clips and the dual clip.
 
     With the ratio w = exp(log_probs - old_log_probs), A = advantages, clip = (low, high), c = dual_clip,
@@ -64,12 +65,8 @@ def clipped_policy_loss(
 
 
 def sequence_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    clip: tuple[float, float] = (3e-4, 4e-4),
-) -> tuple[Tensor, dict[str, Tensor]]:
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, clip: Clip = (3e-4, 4e-4)
+) -> LossAndMetrics:
     """GSPO: PPO's clipped objective with one ratio for the whole response (arXiv:2507.18071, eq. 5 to 7).
 
     With d_t = log_probs - old_log_probs and the stop-gradient operator sg, over the sampled tokens t of a row,
@@ -110,12 +107,8 @@ def sequence_policy_loss(
 
 
 def clipped_weight_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    clip: tuple[float, float] = (1.0, 4.0),
-) -> tuple[Tensor, dict[str, Tensor]]:
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, clip: Clip = (1.0, 4.0)
+) -> LossAndMetrics:
     """CISPO: REINFORCE with a clipped importance weight (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5).
 
     With the ratio w = exp(log_probs - old_log_probs), A = advantages, and the stop-gradient operator sg,
@@ -147,7 +140,7 @@ def clipped_weight_loss(
 
 def gated_policy_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, sapo_temperatures: tuple[float, float] = (1.0, 1.05)
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossAndMetrics:
     """SAPO: a smooth gate on the ratio instead of a clip (arXiv:2511.20347, section 3).
 
     With the ratio w = exp(log_probs - old_log_probs), A = advantages, and the logistic function s,
@@ -184,12 +177,8 @@ def gated_policy_loss(
 
 
 def clip_cov_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    high_covariance: Tensor,
-    clip: tuple[float, float] = (1.0, 1.0),
-) -> tuple[Tensor, dict[str, Tensor]]:
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, high_covariance: Tensor, clip: Clip = (1.0, 1.0)
+) -> LossAndMetrics:
     """Clip-Cov: no gradient for some of the tokens that lower the entropy most (arXiv:2505.22617, section 4).
 
     This is `clipped_policy_loss` without dual clip, and 0 where ``high_covariance`` is True; see
@@ -214,7 +203,7 @@ def clip_cov_loss(
 
 def kl_cov_loss(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, high_covariance: Tensor, kl_cov_coef: float = 1.0
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> LossAndMetrics:
     """KL-Cov: a penalty on the tokens that lower the entropy most (arXiv:2505.22617, section 4).
 
     With the ratio w = exp(log_probs - old_log_probs) and A = advantages,
@@ -244,9 +233,7 @@ def kl_cov_loss(
     return -advantages * log_ratio.exp() + penalty, _metrics(torch.zeros_like(log_ratio), log_ratio)
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.5
-) -> tuple[Tensor, dict[str, Tensor]]:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.5) -> LossAndMetrics:
     """The critic's squared error, clipped around the values before the update.
 
         L = max((V - returns)^2, (clamp(V, V_old - clip, V_old + clip) - returns)^2) / 2
@@ -285,7 +272,7 @@ def _clamped_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     return torch.clamp(log_probs - old_log_probs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, clip: tuple[float, float]) -> tuple[Tensor, Tensor]:
+def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """PPO's clipped loss, (B, R), and where the clip is active, (B, R) bool."""
     low, high = _checked(clip)
     unclipped = -advantages * ratio
@@ -298,7 +285,7 @@ def _metrics(clipped: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
     return {"actor/pg_clipfrac": clipped.float(), "actor/ppo_kl": -log_ratio.detach()}
 
 
-def _checked(clip: tuple[float, float]) -> tuple[float, float]:
+def _checked(clip: Clip) -> Clip:
     if min(clip) < 0:
         raise InvalidConfig(f"clip must not be negative, got {clip}")
     return clip

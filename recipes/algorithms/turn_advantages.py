@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dataproto.errors import RowCountMismatch
-from recipes.algorithms.advantages import gae, group_advantage, group_index, whiten
+from recipes.algorithms.advantages import Labels, gae, group_advantage, group_index, whiten
 
 CUT = ("turns", "tokens", "length", "clock")
 """The values of ``end_reason`` of an episode that a limit cut."""
@@ -83,11 +83,7 @@ def gigpo_advantage(
 
 
 def turn_returns_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    turn: Tensor,
-    trajectory: Sequence[Hashable],
-    turn_gamma: float = 1.0,
+    token_level_rewards: Tensor, response_mask: Tensor, turn: Tensor, trajectory: Labels, turn_gamma: float = 1.0
 ) -> Tensor:
     """The discounted return of each turn, whitened over the sampled tokens of the batch: `reinforce_plus_plus` over turns.
 
@@ -221,7 +217,7 @@ class _Turns:
     shape: tuple[int, int]  # (E, T)
 
     @classmethod
-    def find(cls, mask: Tensor, turn: Tensor, trajectory: Iterable[Hashable]) -> "_Turns":
+    def find(cls, mask: Tensor, turn: Tensor, trajectory: Labels) -> "_Turns":
         episodes, sampled = group_index(trajectory, mask, "trajectories", turn=turn), mask != 0
         count = int(episodes.max()) + 1 if len(episodes) else 0
         rows, columns = sampled.nonzero(as_tuple=True)
