@@ -4,7 +4,6 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Protocol
 
 from dataproto import DataProto
@@ -217,9 +216,7 @@ class Attempt(contextlib.AbstractContextManager["Attempt"]):
         self.run, self.restarts_left = run, restarts_left
         self.failed = False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self.failed = isinstance(error, WorkerFailed) and self.restarts_left > 0
         if self.failed:
             left = f"{self.restarts_left} restarts left"

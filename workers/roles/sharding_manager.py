@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
@@ -204,9 +203,7 @@ class ShardingManager:
             set_random_states(self._rollout_random)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         end_after(error, self._continue_training_random, *self._rest)
 
     def _bring_up_to_date(self, kept: bool) -> None:
