@@ -316,6 +316,10 @@ class AdapterRouter:
                 add_head(logits[each.rows], states[each.rows], down, up, each.scaling)
         return logits
 
+    def logits_of(self, adapter: Adapter | None, states: Tensor) -> Tensor:
+        """`logits` of states that all have one adapter."""
+        return self.logits(states, [(adapter, len(states))])
+
 
 def add_head(logits: Tensor, states: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
     """Adds an adapter of the head to ``logits (n, V)`` in place; returns ``states A^T`` ``(n, r)``, both in the logits' dtype."""

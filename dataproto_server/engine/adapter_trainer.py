@@ -354,12 +354,9 @@ class AdapterTrainer:
             part = PackedPart(mine)
             states = self._states(part)
             for each, places in zip(mine, part.places, strict=True):
-                logits_of = partial(self._logits_of, each.adapter)
+                logits_of = partial(self.router.logits_of, each.adapter)
                 own = states[move(places, states.device)]
                 each.scores.fill(each.rendered.input_ids, each.rendered.token_types, own, logits_of)
-
-    def _logits_of(self, adapter: Adapter | None, states: Tensor) -> Tensor:
-        return self.router.logits(states, [(adapter, len(states))])
 
     def _states(self, part: PackedPart) -> Tensor:
         """The states ``(T, H)`` after each packed token."""

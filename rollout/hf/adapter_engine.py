@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dataproto.vlm import MediaSpans
 from rollout.adapter_layers import AdapterRouter, Run
-from rollout.adapters import Adapter, AdapterRequest
+from rollout.adapters import AdapterRequest
 from rollout.engine import Request, SamplingParams
 from rollout.hf.batch import Batch
 from rollout.hf.decoder import Decoder, Read, Unread
@@ -86,11 +86,7 @@ class AdapterEngine(HFEngine):
             if scores is not None and scores.log_probs is None:
                 length = len(request.input_ids) + len(row.token_ids)
                 states = read.hidden[prompt, -length:][: len(request.input_ids)]
-                logits_of = partial(self._logits_of, adapter)
-                scores.fill(request.input_ids, request.token_types, states, logits_of)
-
-    def _logits_of(self, adapter: Adapter | None, states: Tensor) -> Tensor:
-        return self.router.logits(states, [(adapter, len(states))])
+                scores.fill(request.input_ids, request.token_types, states, partial(self.router.logits_of, adapter))
 
 
 def request_of(row: OpenRequest) -> AdapterRequest:
