@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch import Tensor
 
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidIndex, RankFailure, not_hiding
 from dataproto.ragged import RaggedTensor
@@ -75,7 +76,7 @@ def _on_devices_of(data: Any, whole: Any) -> Any:
 # A batch as bytes, and back
 
 
-def _prepare(data: Any, with_facts: bool) -> tuple[tuple[Any, torch.Tensor], tuple[dict[str, str], list[int]]]:
+def _prepare(data: Any, with_facts: bool) -> tuple[tuple[Any, Tensor], tuple[dict[str, str], list[int]]]:
     """The batch on the host without gradients, and its bytes; and what the other ranks are told: forms of columns, and sizes."""
     if not hasattr(data, "check_consistency"):
         raise InvalidColumn(f"a rank sends a DataProto, not a {type(data).__name__}")
@@ -98,7 +99,7 @@ def form_of(column: Any) -> str:
     """
     if isinstance(column, np.ndarray) and (kind := _WITHOUT_DTYPE.get(column.dtype.kind)):
         return kind
-    if isinstance(column, torch.Tensor) and (column.is_nested or column.layout != torch.strided):
+    if isinstance(column, Tensor) and (column.is_nested or column.layout != torch.strided):
         return "nested"
     ragged = isinstance(column, RaggedTensor)
     tail = map(str, column.tail if isinstance(column, RaggedTensor) else column.shape[1:])
@@ -122,7 +123,7 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pickled(value: Any) -> tuple[torch.Tensor, list[int]]:
+def _pickled(value: Any) -> tuple[Tensor, list[int]]:
     """A pickle and its out-of-band buffers in one tensor ``(n,)`` uint8, each aligned; and their sizes."""
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
@@ -218,9 +219,7 @@ class GroupRanks:
             return 0
         return (self.size + 1) * longest
 
-    def gather_bytes(
-        self, sent: torch.Tensor, sizes: Sequence[int], received: torch.Tensor, padded: torch.Tensor
-    ) -> None:
+    def gather_bytes(self, sent: Tensor, sizes: Sequence[int], received: Tensor, padded: Tensor) -> None:
         """Fills ``received`` with every message, in rank order.
 
         Args:
@@ -241,9 +240,7 @@ class GroupRanks:
                 if len(place):
                     dist.broadcast(place, group_src=rank, group=self.group)
 
-    def _gather_padded(
-        self, sent: torch.Tensor, sizes: Sequence[int], received: torch.Tensor, padded: torch.Tensor
-    ) -> None:
+    def _gather_padded(self, sent: Tensor, sizes: Sequence[int], received: Tensor, padded: Tensor) -> None:
         mine, everybody = padded.split([max(sizes), self.size * max(sizes)])
         mine[: len(sent)].copy_(sent)
         all_gather_equal(everybody, mine, group=self.group)

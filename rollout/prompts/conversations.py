@@ -19,7 +19,7 @@ from dataproto.collation import Rows, collate_supervised
 from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from rollout.prompts.image_processing import ProcessedMedium
-from rollout.prompts.messages import THOUGHTS, Conversation, Turns, is_learned, says_something
+from rollout.prompts.messages import THOUGHTS, Conversation, Messages, Turns, is_learned, says_something
 from rollout.prompts.prepared_rows import Prompt, row_columns, share_media
 from rollout.prompts.prompt_builder import ANSWER, QUESTION, Piece, PromptBuilder, ids_of
 
@@ -130,7 +130,7 @@ class SupervisedBuilder(PromptBuilder):
                 "that turns them off (enable_thinking false)"
             )
 
-    def _end_after(self, messages: Sequence[Mapping[str, Any]], place: int, text: str) -> list[int]:
+    def _end_after(self, messages: Messages, place: int, text: str) -> list[int]:
         """The token at which the model stops after ``text``, the answer in message ``place``: the first one that the template
         writes there before the next message. Raises `InvalidPrompt` if that is none of ``end_ids``.
         """

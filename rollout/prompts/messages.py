@@ -11,6 +11,8 @@ import numpy as np
 
 from dataproto.errors import InvalidPrompt
 
+Messages = Sequence[Mapping[str, Any]]
+"""Of a chat, as templates take them."""
 Turns = Literal["all", "last"]
 """Which of the assistant's turns are learnt."""
 THOUGHTS = "<think>", "</think>"

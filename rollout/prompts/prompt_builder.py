@@ -29,7 +29,7 @@ from rollout.pretrained import end_ids, generation_config, load_prompt_parts
 from rollout.prompts import prepared_rows
 from rollout.prompts.image_processing import Batch, ImageCache, ProcessedImage, ProcessedMedium, image_key, inputs_key
 from rollout.prompts.images import check_whole, encoded_image, image_size, load_image
-from rollout.prompts.messages import THOUGHTS, Conversation, as_parts, joined_texts, thoughts_apart
+from rollout.prompts.messages import THOUGHTS, Conversation, Messages, as_parts, joined_texts, thoughts_apart
 from rollout.prompts.prepared_rows import Prompt
 from rollout.prompts.sounds import ProcessedSound, load_sound, mel_frames, process_sound, sound_samples
 from rollout.prompts.template_arguments import check_template_arguments, reads_tools
@@ -272,9 +272,7 @@ class PromptBuilder:
             way_out = way_out if layout.names("image") else "they read only text"
             raise InvalidPrompt(f"models of type {self.family.model_type} take no {kind}s; {way_out}")
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, tools: Sequence[Any] = ()
-    ) -> str:
+    def render(self, messages: Messages, add_generation_prompt: bool = False, tools: Sequence[Any] = ()) -> str:
         """The messages as text, by the chat template; ``tools`` replace those of ``template_arguments``. Raises `InvalidPrompt`
         with the template's error, or if it does not read ``tools``.
         """
@@ -304,9 +302,7 @@ class PromptBuilder:
         found = written(thoughts_apart(answer))
         return written(answer).count(begin) > found.count(begin) and THOUGHT in found
 
-    def _rendered(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, tools: Sequence[Any] = ()
-    ) -> str:
+    def _rendered(self, messages: Messages, add_generation_prompt: bool = False, tools: Sequence[Any] = ()) -> str:
         if not self.family.vision_parts:
             messages = joined_texts(messages)
         elif self.family.typed_content:

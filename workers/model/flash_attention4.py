@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from dataproto.errors import InvalidConfig
 from dataproto.extras import installed_version
-from workers.model.segment_attention import Segments, flash_operator
+from workers.model.segment_attention import Gradients, Segments, flash_operator
 
 MAX_TORCH_QUERIES = 128
 """Torch's kernel is faster on segments of up to this number of queries, such as the 64 of a vision tower's window."""
@@ -88,9 +88,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *at: Any) -> tuple[Tensor, Tensor]
     return out, log_sums
 
 
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *at: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *at: Any) -> Gradients:
     from flash_attn.cute.interface import _flash_attn_bwd  # torch's adapter imports it from there too
 
     grad_q, grad_k, grad_v = _flash_attn_bwd(q, k, v, out, grad.contiguous(), log_sums, **_settings(*at))[:3]

@@ -113,7 +113,9 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
 
 log = getLogger(__name__)
 
-Rule = Callable[[tuple[Tensor, ...], Level, Tensor | None, bool], tuple[Tensor, Tensor | None]]
+Ruled = tuple[Tensor, Tensor | None]
+"""The outputs, and the final states if they are wanted."""
+Rule = Callable[[tuple[Tensor, ...], Level, Tensor | None, bool], Ruled]
 """``(inputs of n tokens, their pieces, first states of these, whether final states are wanted) -> (outputs, final states)``."""
 
 
@@ -182,9 +184,7 @@ def _rule_for(device_type: str, dtype: torch.dtype) -> Rule:
     return _by_fla if device_type == "cuda" and dtype != torch.float32 and has_fla() else _by_length
 
 
-def _by_length(
-    inputs: tuple[Tensor, ...], level: Level, first: Tensor | None, wants_final: bool
-) -> tuple[Tensor, Tensor | None]:
+def _by_length(inputs: tuple[Tensor, ...], level: Level, first: Tensor | None, wants_final: bool) -> Ruled:
     """Pieces of similar lengths together, in plain torch; see `Rule`."""
     lengths = level.lengths
     groups: dict[int, list[int]] = {}
@@ -207,9 +207,7 @@ def _by_length(
     return torch.cat(outputs), torch.stack(finals) if wants_final else None
 
 
-def _by_fla(
-    inputs: tuple[Tensor, ...], level: Level, first: Tensor | None, wants_final: bool
-) -> tuple[Tensor, Tensor | None]:
+def _by_fla(inputs: tuple[Tensor, ...], level: Level, first: Tensor | None, wants_final: bool) -> Ruled:
     """All pieces together, by the variable-length kernels of ``flash-linear-attention``; see `Rule`."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from dataproto.packing import PackedRows
 from dataproto.transfer import move, on_host
 from dataproto.vlm.positions import IMAGE
-from workers.model.segment_attention import flash_operator
+from workers.model.segment_attention import Gradients, flash_operator
 
 Window = tuple[int, int]
 """How many keys before and after its own a query sees, -1 for all: flash attention's ``window_size``."""
@@ -30,7 +30,7 @@ Bounds = tuple[Tensor, Tensor, int, int]
 ForwardKernel = Callable[[Tensor, Tensor, Tensor, Bounds, float, Window], tuple[Tensor, Tensor]]
 """From q, k, v, bounds, scale and window to the output ``(T, H, D)`` and the log-sum-exps ``(H, T)``."""
 
-BackwardKernel = Callable[..., tuple[Tensor, Tensor, Tensor]]
+BackwardKernel = Callable[..., Gradients]
 """From the gradient, q, k, v, the output, log-sum-exps, bounds, scale and window to the gradients of q, k and v."""
 
 
@@ -98,7 +98,7 @@ def joined_forward(kernel: ForwardKernel, q: Tensor, k: Tensor, v: Tensor, at: B
 
 def joined_backward(
     kernel: BackwardKernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: BlockSegments
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """The gradients of q, k and v, from the output and log-sum-exps of `joined_forward`."""
     grads = kernel(grad, q, k, v, out, lse, at.bounds, at.scale, _before(at.window))
     _, queries, keys, bounds, longest, _ = at.blocks
@@ -137,7 +137,7 @@ def flash_backward(
     bounds: Bounds,
     scale: float,
     window: Window,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """A `BackwardKernel` on CUDA in half precision."""
     causal, (before, after) = window == (-1, 0), window
     sizes: dict[str, Any] = {"scale": scale, "window_size_left": before, "window_size_right": after}
@@ -165,9 +165,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *at: Any) -> tuple[Tensor, Tensor]
     return joined_forward(flash_forward, q, k, v, block_segments(*at))
 
 
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *at: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *at: Any) -> Gradients:
     return joined_backward(flash_backward, grad, q, k, v, out, lse, block_segments(*at))
 
 

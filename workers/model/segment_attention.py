@@ -10,6 +10,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dataproto.transfer import move, on_host
 
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of queries, keys and values."""
 Group = tuple[int, int, Tensor, Tensor]
 """Segments of the same lengths: the length in queries, the length in keys, and the indices of all their queries and keys."""
 
@@ -151,7 +153,7 @@ def _segment_attention_backward(
     scaling: float | None,
     causal: bool,
     window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """The gradient of softmax attention, written out because autograd does not see inside an operator.
 
     The H query heads are H_kv groups (einsum index h) of G heads (g).
@@ -181,7 +183,7 @@ def empty_output(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-def empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+def empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Gradients:
     """Gradients without values, of queries, keys and values: what compilation knows of an operator of attention."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
