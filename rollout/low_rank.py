@@ -78,10 +78,3 @@ def _buffers(layer: nn.Module) -> Pair:
 
 def _adapted(layer: nn.Module, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return add_low_rank(base(x), x, *_buffers(layer))
-
-
-def held_adapter(adapter: LowRankLayers | None) -> LowRankLayers:
-    """Raises `InvalidConfig` for an engine that was started without ``lora_rank``."""
-    if adapter is None:
-        raise InvalidConfig("the engine has no room for an adapter: start it with lora_rank=N")
-    return adapter

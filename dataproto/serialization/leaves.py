@@ -164,11 +164,6 @@ RAGGED: list[Any] = []
 """The class of ragged columns, which adds itself. Instances are written as their ``storage``, ``starts`` and ``lengths``."""
 
 
-def is_ragged(value: Any) -> bool:
-    """Whether a value is a ragged column."""
-    return isinstance(value, tuple(RAGGED))
-
-
 # A message holds of a padded column ``(..., L)``, one that is half padding or more, only the inner parts of its rows.
 #
 # A row begins and ends with a run of elements of which each differs from the one before by the same number: padding (by 0), or

@@ -43,7 +43,6 @@ from dataproto.serialization.leaves import (
     encode,
     encode_column,
     is_array,
-    is_ragged,
     leaf_key,
 )
 from dataproto.tensordict_utils import same_value
@@ -345,7 +344,7 @@ class _Writer(pickle.Pickler):
             return self._set_aside(value)
         if kind is np.ndarray and value.dtype == object:
             return _objects, (value.shape,), value.reshape(-1).tolist(), None, None, _fill
-        if is_ragged(value):
+        if isinstance(value, tuple(RAGGED)):
             return self._ragged(value)
         if isinstance(value, torch.Tensor) and value.layout == torch.jagged:
             parts: Any = value

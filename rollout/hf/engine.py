@@ -25,7 +25,7 @@ from rollout.hf.decoder import Decoder, Read, RouteRecorder
 from rollout.hf.prediction_head import load_head
 from rollout.hf.requests import KeptPrefixes, OpenRequest, Prefix, check_room
 from rollout.hf.speculation import DraftPlaces, KeptStates, Speculation, matching, padded_drafts
-from rollout.low_rank import LowRankLayers, held_adapter
+from rollout.low_rank import LowRankLayers
 from rollout.pretrained import check_speculation, end_ids, family_and_config, generation_config, load_model
 from rollout.sampling import completes_stop_text, likeliest, non_finite, policy_log_probs, project, sample, uniforms
 
@@ -419,7 +419,9 @@ class HFEngine:
     def load_adapter(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces the adapter. See `RolloutEngine.load_adapter`."""
         self._suspend()
-        held_adapter(self.adapter).load(tensors)
+        if self.adapter is None:
+            raise InvalidConfig("the engine has no room for an adapter: start it with lora_rank=N")
+        self.adapter.load(tensors)
 
     def sleep(self) -> None:
         """Drops caches and, on CUDA, moves the model to the host."""

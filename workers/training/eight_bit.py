@@ -86,7 +86,7 @@ Place = tuple[tuple[int, int], ...]
 def stored_parts(name: str, value: Tensor) -> dict[str, Tensor]:
     """The tensors that a checkpoint holds of the moment ``name``."""
     local, place = _local(value)
-    if not _is_8bit(local):
+    if not hasattr(local, "codes"):
         return {name: value}
     return {f"{name}.codes": _laid_out(local.codes, value), f"{name}.scale.{_text(place)}": local.scale}
 
@@ -98,7 +98,7 @@ class MomentReader:
         """``value`` takes the moment; ``stored`` are the names of the checkpoint."""
         self.name, self.value = name, value
         self.local, self.place = _local(value)
-        own = _is_8bit(self.local)
+        own = hasattr(self.local, "codes")
         scales = [each for each in stored if each.startswith(f"{name}.scale.")]
         self.codes: Tensor | None = None
         self.dense: Tensor | None = None
@@ -149,10 +149,6 @@ def _local(value: Tensor) -> tuple[Any, Place]:
     with torch.no_grad():
         local, place = local_part(value)
     return local, tuple((part.start, part.stop) for part in place)
-
-
-def _is_8bit(local: Tensor) -> bool:
-    return hasattr(local, "codes")
 
 
 def _laid_out(local: Tensor, like: Tensor) -> Tensor:
