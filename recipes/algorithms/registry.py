@@ -87,10 +87,7 @@ class Algorithm:
 
 
 def _resolved(source: Callable[..., Any] | str) -> Callable[..., Any]:
-    found: Callable[..., Any] = (
-        resolve_name(f"recipes.algorithms.{source.replace('.', ':')}") if isinstance(source, str) else source
-    )
-    return found
+    return resolve_name(f"recipes.algorithms.{source.replace('.', ':')}") if isinstance(source, str) else source
 
 
 @dataclass(frozen=True)

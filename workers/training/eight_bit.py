@@ -33,10 +33,9 @@ def adamw_8bit(groups: Sequence[Sequence[nn.Parameter]], config: OptimizerConfig
         InvalidConfig: torchao is not installed.
     """
     parameters = [{"params": list(group)} for group in groups]
-    rule: torch.optim.Optimizer = _rule()(
+    return _rule()(
         parameters, lr=config.lr, betas=config.betas, eps=eps, weight_decay=config.weight_decay, block_size=BLOCK
     )
-    return rule
 
 
 def new_moments_8bit(rule: Any, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -157,10 +157,7 @@ def split_at_prompt(module: PackedVLM, rows: DataProto) -> list[tuple[RowMedia, 
 
 
 def media_of(rows: DataProto) -> Sequence[RowMedia]:
-    inputs: Sequence[RowMedia] = (
-        rows["multi_modal_inputs"] if "multi_modal_inputs" in rows else [{} for _ in range(len(rows))]
-    )
-    return inputs
+    return rows["multi_modal_inputs"] if "multi_modal_inputs" in rows else [{} for _ in range(len(rows))]
 
 
 def has_media(rows: DataProto) -> bool:

@@ -128,7 +128,7 @@ class CheckpointFiles:
         return {name: path for name, file in places.items() if (path := paths[file]) is not None}
 
     def _path(self, name: str) -> str | None:
-        path: str | None = cached_file(
+        return cached_file(
             self.source,
             name,
             local_files_only=not self._download,
@@ -136,7 +136,6 @@ class CheckpointFiles:
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        return path
 
 
 @dataclass(frozen=True)
