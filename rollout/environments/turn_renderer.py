@@ -60,9 +60,8 @@ class TurnRenderer:
         """
         self.builder = builder
         self.end_ids = frozenset(builder.end_ids)
-        self._turns: dict[
-            tuple[Any, ...], RenderedTurn
-        ] = {}  # by texts and sizes of images: all but the media are alike
+        # By texts and sizes of images: all but the media are alike.
+        self._turns: dict[tuple[Any, ...], RenderedTurn] = {}
         self._images: dict[tuple[Any, ...], ProcessedImage] = {}
         self._media: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
         self._joins: dict[str, bool] = {}  # by role: whether its texts are joined to a string
