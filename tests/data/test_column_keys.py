@@ -1,7 +1,9 @@
 """Columns of data sets in no known schema, named by options."""
 
 import json
+from itertools import islice
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -11,6 +13,7 @@ from helpers.geo3k_files import drawing, png
 from recipes import classify, grpo, sft
 from recipes.data.column_keys import ColumnKeys
 from recipes.data.conversations import conversation_rows, conversation_stream, read_conversation_row
+from recipes.data.preferences import preference_rows
 from recipes.data.problem_rows import load_rows, read_row
 from rollout.prompts.images import load_image
 
@@ -55,6 +58,25 @@ def test_a_video_column_may_hold_one_or_several():
     one, two = ({"problem": "?", "clip": clip} for clip in ("a.mp4", ["a.mp4", "b.mp4"]))
     keys = ColumnKeys(video_key="clip")
     assert [read_row(raw, 0, keys=keys)["videos"] for raw in (one, two)] == [["a.mp4"], ["a.mp4", "b.mp4"]]
+
+
+def test_a_class_is_read_by_its_name(tmp_path):
+    """It was its number: ``sft`` learned to answer "1", and KTO took the label 0 for "undesirable" whatever its name."""
+    kinds = datasets.ClassLabel(names=["good", "bad"])
+    features = datasets.Features({"question": datasets.Value("string"), "kind": kinds, "label": kinds})
+    rows = {"question": ["What?"] * 3, "kind": [1, 0, None], "label": [0, -1, 1]}
+    file = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(file)
+    keys = ColumnKeys(prompt_key="question", answer_key="kind")
+    problems = load_rows(file, keys=keys)
+    assert [row["reward_model"]["ground_truth"] for row in problems] == ["bad", "good", None]
+    assert [row["own_columns"]["label"] for row in problems] == ["good", None, "bad"]
+    stream = conversation_stream(str(file), keys=keys)
+    (_, _, raw), *_ = islice(stream.draws(0, False, 0), 1)
+    for row in (conversation_rows(file, keys=keys)[0], stream.read_row(raw, 0)):
+        assert row["prompt"][-1] == {"role": "assistant", "content": "bad"}
+    with pytest.raises(InvalidRow, match="the label must be true or false, or 1 or 0, not 'good'"):
+        preference_rows(file, keys=keys)[0]
 
 
 def test_conversations_are_read_from_named_columns(tmp_path):
