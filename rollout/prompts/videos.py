@@ -27,7 +27,7 @@ from rollout.prompts.sources import Root, check_sizes, file_of, sought_in
 DEFAULT_FPS = 2.0  # of frames without metadata, as in qwen_vl_utils
 DECODER_MERGE_SIZE = 2  # patches along each side of a feature, as qwen_vl_utils assumes
 
-_PAYLOADS = ("video", "video_url", "url", "path")
+_PAYLOADS = ("bytes", "video", "video_url", "url", "path")
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ def read_video(source: Any, root: Root = None, patch_size: int = 14) -> tuple[np
         source = next((source[name] for name in _PAYLOADS if source.get(name) is not None), None)
     if isinstance(source, tuple) and len(source) == 2 and (source[1] is None or isinstance(source[1], Mapping)):
         source, metadata = source[0], source[1] or {}
+    _check_no_bytes(source)
     if source is None:
         raise InvalidMedia("the video is missing (None)")
     if isinstance(source, (str, os.PathLike)):
@@ -153,10 +154,17 @@ def check_files(source: Any, root: Root = None) -> None:
     """Raises `InvalidMedia` for a video whose file, or that of one of its frames, does not exist."""
     while isinstance(source, Mapping):
         source = next((source[name] for name in _PAYLOADS if source.get(name) is not None), None)
+    _check_no_bytes(source)
     for each in source if isinstance(source, list) else [source]:
         file = file_of(each, root, "video") if isinstance(each, (str, os.PathLike)) else None
         if isinstance(file, Path) and not file.is_file():
             raise InvalidMedia(f"video {os.fspath(each)!r}: there is no such file{sought_in(each, root)}")
+
+
+def _check_no_bytes(source: Any) -> None:
+    """Raises `InvalidMedia` for the bytes of a file, which a column of `datasets.Video` has in parquet."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        raise InvalidMedia(f"the video is bytes ({len(source)}), which are not decoded: save it to a file, and give its path")
 
 
 def _stack(frames: Any, root: Root) -> np.ndarray:

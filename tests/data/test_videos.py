@@ -141,6 +141,9 @@ def test_a_file_without_its_decoder_says_what_to_install(tmp_path, monkeypatch):
         ("gone.mp4", "video 'gone.mp4': there is no such file in .*--media-root"),
         ({"video": ["there.png", "gone.png"]}, "video 'gone.png': there is no such file"),
         ("https://example.org/a.mp4", "videos are not downloaded"),
+        ({"bytes": b"ftyp", "path": None}, r"the video is bytes \(4\), which are not decoded: save it to a file"),
+        ({"bytes": b"ftyp", "path": "gone.mp4"}, "save it to a file"),
+        (b"ftyp", "save it to a file"),
     ],
 )
 def test_a_video_that_is_not_there_is_told_before_a_run_begins(video, says, tmp_path):
