@@ -71,7 +71,8 @@ def _messages(raw: Mapping[str, Any], index: int, media: Mapping[str, list[Any]]
     asked = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else row_values.chat_messages(prompt, index)
     )
-    return asked + answer_messages(answer, index)
+    context = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in asked]
+    return context + answer_messages(answer, index)
 
 
 def answer_messages(answer: Any, index: int) -> list[Mapping[str, Any]]:

@@ -13,6 +13,7 @@ from pyarrow import Table
 from pyarrow.parquet import write_table
 
 from dataproto.errors import FileFormatError, InvalidConfig, InvalidRow
+from recipes.data.column_keys import KNOWN, ColumnKeys
 from recipes.data.conversations import (
     conversation_rows,
     conversation_stream,
@@ -24,7 +25,7 @@ from recipes.data.mixture import Mixture
 from recipes.data.problem_rows import load_rows
 from recipes.data.tables import JsonRows, StreamRows
 from rollout.prompts.images import load_image
-from rollout.prompts.messages import read_conversation
+from rollout.prompts.messages import is_learned, read_conversation
 
 
 def png(colour=(200, 10, 30)):
@@ -69,6 +70,18 @@ def test_names_of_roles_and_of_texts_may_be_mixed(who, said):
         {"role": "user", "content": "How many?"},
         {"role": "assistant", "content": "3", "weight": 0},
     ]
+
+
+def test_answers_in_the_prompt_of_an_answer_are_not_learned():
+    """They were, while TRL learns the completion only."""
+    turns = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    raw = {"prompt": [*turns, {"role": "user", "content": "What?"}], "completion": [ANSWERED]}
+    for keys, row in ((KNOWN, raw), (ColumnKeys(prompt_key="q", answer_key="a"), {"q": raw["prompt"], "a": "A cat."})):
+        read = read_conversation_row(row, 0, keys=keys)["prompt"]
+        assert [message["content"] for message in read if is_learned(message)] == ["A cat."]
+    assert is_learned(
+        read_conversation_row({"prompt": "What?", "answer": "A cat.", "history": [["Hi.", "Hello."]]}, 0)["prompt"][1]
+    )
 
 
 def test_a_cauldron_row_is_one_conversation_about_all_its_images():
