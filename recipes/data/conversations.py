@@ -14,6 +14,7 @@ Images are in ``images`` (or ``image``) or in the parts: PIL objects, bytes, pat
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from numbers import Number
 from typing import Any
 
 from dataproto.errors import InvalidRow
@@ -83,7 +84,7 @@ def answer_messages(answer: Any, index: int) -> list[Mapping[str, Any]]:
         typed = all(part.get("type") and "role" not in part for part in answer)
         return [{"role": "assistant", "content": list(answer)}] if typed else row_values.chat_messages(answer, index)
     text = row_values.plain_answer(answer)
-    if not isinstance(text, str | int | float):
+    if not isinstance(text, str | Number):
         raise InvalidRow(index, f"the answer must be text, a number or messages, not {answer!r}")
     return [{"role": "assistant", "content": str(text)}]
 

@@ -1,9 +1,11 @@
 """Columns of data sets in no known schema, named by options."""
 
 import json
+from decimal import Decimal
 from itertools import islice
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -94,8 +96,10 @@ def test_conversations_are_read_from_named_columns(tmp_path):
     assert read_row(text, 0, instruction="", keys=KEYS)["prompt"] == expected[:1]
 
 
-def test_an_answer_may_be_a_number():
-    row = read_conversation_row({"question": "How many?", "label": 3}, 0, keys=KEYS)
+@pytest.mark.parametrize("number", [3, Decimal(3), np.int64(3)])
+def test_an_answer_may_be_a_number(number):
+    """Decimals, as tables of databases have them, were refused."""
+    row = read_conversation_row({"question": "How many?", "label": number}, 0, keys=KEYS)
     assert row["prompt"][-1] == {"role": "assistant", "content": "3"}
 
 
