@@ -11,7 +11,7 @@ import numpy as np
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import OnBadRow, check_columns
 from recipes.data.row_values import conversation
-from recipes.data.tables import ConvertedRows, Table, TableRows, open_tables, rows_or_errors
+from recipes.data.tables import ConvertedRows, Table, TableRows, class_names, classes_named, open_tables, rows_or_errors
 from recipes.demo.classes import CLASSES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split
 from rollout.prompts.images import is_named_as_image
@@ -184,10 +184,9 @@ class LabelledPictures:
             check_columns(named, [table.rows for table in tables], self.name)
         self.image_column, column = columns
         self.rows = TableRows(tables, lambda raw, place: raw)
-        features = getattr(tables[0].rows, "features", None) or {}
-        names = tuple(getattr(features.get(column), "names", None) or ())
+        names = [name for table in tables for name in class_names(table.rows).get(column, ())]
         values = [value for table in tables for value in _column(table.rows, column)]
-        self.labels = [_label(value, names) for value in values]
+        self.labels = [_label(value) for value in values]
         if on_bad_row == "stop" and None in self.labels:
             place = self.labels.index(None)
             reason = values[place].reason if isinstance(values[place], InvalidRow) else f"no label in {column!r}"
@@ -195,7 +194,7 @@ class LabelledPictures:
         self.used = [place for place, label in enumerate(self.labels) if label is not None and label not in exclude]
         if not self.used:
             raise InvalidConfig(f"{self.name} has no row with a label in {column!r}")
-        self.classes = names or tuple(dict.fromkeys(str(self.labels[place]) for place in self.used))
+        self.classes = tuple(dict.fromkeys(names or (str(self.labels[place]) for place in self.used)))
 
     def __getitem__(self, place: int) -> tuple[Any, str]:
         row = self.rows[place]
@@ -207,9 +206,7 @@ class LabelledPictures:
         return images[0] if file is None else file, str(self.labels[place])
 
 
-def _label(value: Any, names: Sequence[str]) -> str | None:
-    if names and isinstance(value, int):
-        return names[value] if value >= 0 else None  # -1 is "no label" in data sets of the hub
+def _label(value: Any) -> str | None:
     if value is None or value != value or isinstance(value, InvalidRow):  # NaN: what pandas writes for no label
         return None
     return str(value).strip() or None
@@ -218,7 +215,8 @@ def _label(value: Any, names: Sequence[str]) -> str | None:
 def _column(table: Any, name: str) -> Sequence[Any]:
     """The values of a column; of rows of JSON `None` where one lacks it, and the error where one cannot be read."""
     if hasattr(table, "select_columns"):
-        return table.select_columns([name])[name]
+        names = class_names(table)
+        return [classes_named({name: value}, names)[name] for value in table.select_columns([name])[name]]
     return [row if isinstance(row, InvalidRow) else row.get(name) for row in rows_or_errors(table)]
 
 

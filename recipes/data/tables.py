@@ -234,25 +234,25 @@ class _ArrowTable(Sequence[dict[str, Any]]):
     def __init__(self, table: Any) -> None:
         self.table = table.with_format("arrow")
         self.column_names = table.column_names
-        self.classes = _class_names(table)
+        self.classes = class_names(table)
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: Any) -> Any:
-        return without_nulls(_classes_named(self.table[index].to_pylist()[0], self.classes))
+        return without_nulls(classes_named(self.table[index].to_pylist()[0], self.classes))
 
 
-def _class_names(table: Any) -> dict[str, Sequence[str]]:
+def class_names(table: Any) -> dict[str, Sequence[str]]:
     """The names of the classes in each column of `datasets.ClassLabel`, which holds their numbers."""
     features = getattr(table, "features", None) or {}
     return {column: feature.names for column, feature in features.items() if hasattr(feature, "names")}
 
 
-def _classes_named(row: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def classes_named(row: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """A row with classes by their names; -1 is "no label" in data sets of the hub.
 
-    >>> _classes_named({"label": 1, "other": -1, "count": 1}, {"label": ["cat", "dog"], "other": ["a"]})
+    >>> classes_named({"label": 1, "other": -1, "count": 1}, {"label": ["cat", "dog"], "other": ["a"]})
     {'label': 'dog', 'other': None, 'count': 1}
     """
     numbers = {column: row[column] for column in names if row.get(column) is not None}
@@ -401,8 +401,8 @@ class StreamRows:
             epoch += 1
 
     def _blocks(self) -> Iterator[tuple[int, int, list[Any]]]:
-        names, is_json = _class_names(self.stream), isinstance(self.stream, JsonStream)
-        rows = iter(self.stream if is_json else (without_nulls(_classes_named(raw, names)) for raw in self.stream))
+        names, is_json = class_names(self.stream), isinstance(self.stream, JsonStream)
+        rows = iter(self.stream if is_json else (without_nulls(classes_named(raw, names)) for raw in self.stream))
         for number, raws in enumerate(iter(lambda: list(islice(rows, self.buffer)), [])):
             yield number, number * self.buffer, raws
 

@@ -225,6 +225,19 @@ def test_the_number_for_no_label_is_not_the_last_class(tmp_path):
         labelled_data(str(tmp_path / "train.parquet"), 4, 0, Templates())
 
 
+def test_each_file_numbers_its_classes(tmp_path):
+    """Labels of a second file had the names of the first."""
+    for file, names in (("train-0", ["even", "odd"]), ("train-1", ["odd", "even"])):
+        label = datasets.ClassLabel(names=names)
+        features = datasets.Features({"image": datasets.Value("string"), "label": label})
+        rows = {"image": ["even.png", "odd.png"] * 2, "label": ["even", "odd"] * 2}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{file}.parquet")
+    data = labelled_data(str(tmp_path), 4, 0, Templates(), sets={"all": str(tmp_path / "train-1.parquet")})
+    assert data.classes == ("even", "odd")
+    for row in [*data.train, *data.held_out["all"]]:
+        assert row["images"][0].stem == row["prompt"][1]["content"]
+
+
 def test_a_test_split_with_further_classes_is_refused(tmp_path):
     """The first evaluation failed with a `KeyError`."""
     for split, labels in (("train", "ab"), ("test", "abc")):
