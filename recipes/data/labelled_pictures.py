@@ -10,7 +10,7 @@ import numpy as np
 
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import OnBadRow, check_columns
-from recipes.data.row_values import conversation
+from recipes.data.row_values import LISTS, conversation
 from recipes.data.tables import ConvertedRows, Table, TableRows, class_names, classes_named, open_tables, rows_or_errors
 from recipes.demo.classes import CLASSES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split
@@ -189,7 +189,7 @@ class LabelledPictures:
         self.labels = [_label(value) for value in values]
         if on_bad_row == "stop" and None in self.labels:
             place = self.labels.index(None)
-            reason = values[place].reason if isinstance(values[place], InvalidRow) else f"no label in {column!r}"
+            reason = _why_no_label(values[place], column)
             raise self.rows.invalid(place, f"{reason} (--on-bad-row skip leaves such rows out)")
         self.used = [place for place, label in enumerate(self.labels) if label is not None and label not in exclude]
         if not self.used:
@@ -207,9 +207,15 @@ class LabelledPictures:
 
 
 def _label(value: Any) -> str | None:
-    if value is None or value != value or isinstance(value, InvalidRow):  # NaN: what pandas writes for no label
+    if value is None or isinstance(value, (InvalidRow, *LISTS, Mapping)) or value != value:  # NaN: pandas' "no label"
         return None
     return str(value).strip() or None
+
+
+def _why_no_label(value: Any, column: str) -> str:
+    if isinstance(value, (*LISTS, Mapping)):
+        return f"the label in {column!r} must be one class, as text or a number, not {value!r}"
+    return value.reason if isinstance(value, InvalidRow) else f"no label in {column!r}"
 
 
 def _column(table: Any, name: str) -> Sequence[Any]:

@@ -202,6 +202,16 @@ def test_rows_without_a_label_are_no_class(tmp_path, missing):
     assert (data.classes, len(data.train) + len(data.held_out[""])) == (("0", "1"), 6)
 
 
+@pytest.mark.parametrize("several", [["cat", "dog"], ["cat"], {"name": "cat"}])
+def test_a_list_is_no_class(several, tmp_path):
+    """Its brackets were learned as a part of the class's name."""
+    rows = [{"image": "a.png", "label": i % 2} for i in range(6)]
+    path = lines(tmp_path / "rows.jsonl", *rows, {"image": "a.png", "label": several})
+    with pytest.raises(InvalidRow, match=r"row 6: line 7 of .*: the label in 'label' must be one class"):
+        labelled_data(path, 4, 0, Templates())
+    assert labelled_data(path, 4, 0, Templates(), on_bad_row="skip").classes == ("0", "1")
+
+
 def test_a_line_that_is_not_json_is_told_by_file_and_line(tmp_path):
     """It was told as a row without a label."""
     rows = [{"image": "a.png", "label": i % 2} for i in range(6)]
