@@ -178,6 +178,10 @@ class LabelledPictures:
         if _has_images(Path(source)):
             tables, self.name = [Table(_pictures_in(Path(source), split))], Path(source).resolve().name
             columns = COLUMNS
+            if not tables[0].rows:
+                raise InvalidConfig(
+                    f"{source} must have a folder of pictures for each class, or such folders in 'train'"
+                )
         else:
             tables, self.name = open_tables(source, split)
             named = {f"{name}_column": column for name, column in zip(COLUMNS, columns)}

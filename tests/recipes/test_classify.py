@@ -113,7 +113,10 @@ def test_a_later_picture_that_cannot_be_read_is_told_before_a_model_is_loaded(br
 
 def test_a_folder_without_classes_is_refused(tmp_path):
     with pytest.raises(InvalidConfig, match="at least two classes"):
-        labelled_data(str(write_folder(tmp_path, {"red_ball": 2})), 10, 0, Templates())
+        labelled_data(str(write_folder(tmp_path / "one", {"red_ball": 2})), 10, 0, Templates())
+    write_folder(tmp_path / "deep" / "images", {"red_ball": 2, "cube": 2})
+    with pytest.raises(InvalidConfig, match="deep must have a folder of pictures for each class, or such folders"):
+        labelled_data(str(tmp_path / "deep"), 10, 0, Templates())
 
 
 def test_classes_of_one_image_each_leave_none_to_hold_out(tmp_path):
