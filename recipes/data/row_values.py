@@ -28,6 +28,8 @@ from rollout.prompts.sources import media_list
 
 _TURNS = ("prompt", "messages", "conversations", "chosen", "rejected")
 _CHATS = (*_TURNS, "completion", "response", "answer", "solution")
+_BOX_MARKS = re.compile("<(bbox|ref-object)>")
+"""What ms-swift replaces by a row's ``objects``."""
 MEDIA_COLUMNS = tuple(name for kind, column in MEDIA.items() for name in (column, kind))
 """The columns of media, of several and of one."""
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
@@ -50,10 +52,15 @@ def known_row(
     """A row under the names that the readers know, what is JSON as text parsed; the keys that apply to it; and its media.
 
     Raises:
-        InvalidRow: the row lacks the column of the question that ``keys`` names; or as `parsed_row`.
+        InvalidRow: the row lacks the column of the question that ``keys`` names, or its text has marks of ms-swift's for
+            ``objects``, which would be learned; or as `parsed_row`.
     """
     keys = keys_of_row(raw, keys)
     row = parsed_row(keys.rename(whole_question(raw, keys), index), index)
+    if row.get("objects") is not None and (mark := _BOX_MARKS.search(repr([row.get(name) for name in _TURNS]))):
+        raise InvalidRow(
+            index, f"{mark[0]} stands for what 'objects' holds, which is not read: write it in the text itself"
+        )
     return row, keys, row_media(row, index)
 
 

@@ -214,6 +214,20 @@ def test_an_answer_that_is_missing_is_not_learnt(missing):
         read_conversation_row({"prompt": "?", "answer": b"3"}, 0)
 
 
+@pytest.mark.parametrize("read", [read_conversation_row, read_row])
+def test_marks_of_boxes_are_not_learned(read):
+    """ "<bbox>" itself was the answer to learn, and the truth."""
+    talk = [{"role": "user", "content": "Find <ref-object>."}, {"role": "assistant", "content": "<bbox>"}]
+    objects = {"ref": ["the cat"], "bbox": [[1, 2, 3, 4]]}
+    with pytest.raises(
+        InvalidRow, match="row 0: <ref-object> stands for what 'objects' holds, which is not read: write it"
+    ):
+        read({"messages": talk, "objects": objects}, 0)
+    assert read({"messages": talk}, 0)["prompt"][0] == talk[0]
+    written = [talk[0] | {"content": "Find the cat."}, talk[1] | {"content": "[1, 2, 3, 4]"}]
+    assert read({"messages": written, "objects": objects}, 0)["prompt"][0] == written[0]
+
+
 def test_a_call_of_a_tool_needs_no_content():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "zoom"}}]}
     assert read_conversation([{"role": "user", "content": "?"}, call]).messages[1]["content"] == ""
