@@ -13,6 +13,7 @@ Reading a file runs no code, and paths in it are read as images only. Relative p
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def load_rows(
     media_root: str | Path | None = None,
     check_truth: CheckTruth | None = None,
 ) -> TableRows:
-    """Opens a data set of problems; its rows are those of `read_row`, read from disk on access.
+    """Opens a data set of problems; its rows are those of `read_row`, read from disk on access. Prints a warning if an
+    instruction of the caller's own is added to none of the first rows.
 
     Args:
         source, split, media_root: as `recipes.data.tables.open_tables`.
@@ -65,8 +67,25 @@ def load_rows(
         InvalidConfig: the file, folder or data set does not exist, has no rows, or lacks a column that ``keys`` names.
         FileFormatError: a file cannot be read.
     """
-    read = partial(read_row, split=split, instruction=row_values.read_instruction(instruction), check_truth=check_truth)
-    return open_rows(read, source, split, keys, media_root, data_source)
+    added = row_values.read_instruction(instruction)
+    read = partial(read_row, split=split, instruction=added, check_truth=check_truth)
+    rows = open_rows(read, source, split, keys, media_root, data_source)
+    if added not in ("", INSTRUCTION) and (asked := _prompts(rows)) and asked == _prompts(rows, instruction=""):
+        print(
+            f"warning: {source}: --instruction is added to none of the first rows: messages, and a 'prompt' that --prompt-key "
+            "does not name, stay as they are"
+        )
+    return rows
+
+
+def _prompts(rows: TableRows, **options: str) -> list[Any]:
+    """The prompts of the first rows that can be read, with other options of `read_row`."""
+    reread = TableRows(rows.tables, partial(rows.read, **options))
+    found = []
+    for place in range(min(len(rows), 8)):
+        with suppress(InvalidRow):
+            found.append(reread[place]["prompt"])
+    return found
 
 
 def read_row(

@@ -263,6 +263,25 @@ def test_a_template_of_easyr1_is_rendered(tmp_path):
     assert plain == r"2? Write \boxed{{}}, and {content}."  # no template of jinja
 
 
+@pytest.mark.parametrize(
+    ("row", "keys", "is_added"),
+    [
+        ({"problem": "How many?"}, ColumnKeys(), True),
+        ({"prompt": "How many?"}, ColumnKeys(prompt_key="prompt"), True),
+        ({"prompt": "How many?"}, ColumnKeys(), False),
+        ({"messages": [{"role": "user", "content": "How many?"}]}, ColumnKeys(), False),
+    ],
+)
+def test_an_instruction_that_is_not_added_is_told(row, keys, is_added, tmp_path, capsys):
+    """So that nobody waits for answers in a form that no question asks for."""
+    file = write(tmp_path / "a.jsonl", {"prompt": None}, *[row | {"answer": "3"}] * 2)
+    rows = load_rows(file, instruction="Think.", keys=keys)
+    assert ("Think." in rows[1]["prompt"][0]["content"]) == is_added
+    assert ("--instruction is added to none of the first rows" in capsys.readouterr().out) != is_added
+    load_rows(file, keys=keys)
+    assert not capsys.readouterr().out
+
+
 def test_the_command_line_records_what_a_file_of_an_instruction_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "math.jinja").write_text(TEMPLATE)
