@@ -1,5 +1,6 @@
 """Rows to train on and rows to hold out, of those that fit."""
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def open_sets(
 
     def read(path: str, split: str) -> Any:
         rows = open_rows(path, split, keys=data.keys, media_root=data.media_root)
+        tell_files(path, rows, split)
         if split == "train":
             tell_columns_left_out(path, rows, columns, data.keys, which)
         kept, dropped = drop_overlong(rows, builder, data.on_bad_row)
@@ -95,6 +97,13 @@ def _source(rows: Any) -> Any:
     while isinstance(rows, Subset):
         rows = rows.dataset
     return rows
+
+
+def tell_files(path: str, rows: Any, split: str) -> None:
+    """Prints the files of a split that are not shards of one, such as ``train.jsonl`` and its copy ``train_old.jsonl``."""
+    names = [table.file.name for table in getattr(rows, "tables", []) if table.file is not None]
+    if len({re.sub(r"\d+", "", name) for name in names}) > 1:
+        print(f"{path}: the rows of {split} are those of {', '.join(names)} together")
 
 
 def tell_columns_left_out(path: str, rows: Any, columns: Collection[str], keys: ColumnKeys, which: str) -> None:

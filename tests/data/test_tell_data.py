@@ -4,7 +4,8 @@ import pytest
 from torch.utils.data import Subset
 
 from recipes.data.loader import PromptLoader
-from recipes.data.splits import tell_data
+from recipes.data.problem_rows import load_rows
+from recipes.data.splits import tell_data, tell_files
 
 ROWS = list(range(10))
 
@@ -27,3 +28,13 @@ ROWS = list(range(10))
 def test_rows_read_trained_on_and_held_out(batch, held_out, said, capsys):
     tell_data(PromptLoader(Subset(ROWS, range(8)), builder=None, batch_size=batch), held_out)
     assert capsys.readouterr().out.splitlines() == said
+
+
+@pytest.mark.parametrize(("names", "is_told"), [(["train-0", "train-1"], False), (["train", "train_old"], True)])
+def test_files_that_are_no_shards_are_told(names, is_told, tmp_path, capsys):
+    """A copy of a file was trained on too, in silence."""
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text('{"problem": "2 + 2?", "answer": 4}\n')
+    tell_files("folder", load_rows(tmp_path), "train")
+    told = "folder: the rows of train are those of train.jsonl, train_old.jsonl together\n"
+    assert capsys.readouterr().out == (told if is_told else "")
