@@ -19,7 +19,7 @@ from dataproto.collation import Rows, collate_supervised
 from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from rollout.prompts.image_processing import ProcessedMedium
-from rollout.prompts.messages import THOUGHTS, Conversation, Messages, Turns, is_learned, says_something
+from rollout.prompts.messages import REASONING, THOUGHTS, Conversation, Messages, Turns, is_learned, says_something
 from rollout.prompts.prepared_rows import Prompt, row_columns, share_media
 from rollout.prompts.prompt_builder import ANSWER, QUESTION, Piece, PromptBuilder, ids_of
 
@@ -108,10 +108,17 @@ class SupervisedBuilder(PromptBuilder):
         return pieces
 
     def _check_thoughts(self, conversation: Conversation, place: int, before: str, whole: str) -> None:
-        """Raises `InvalidPrompt` if the thoughts of message ``place`` are not the only ones of its turn: the template writes some
-        of its own in addition to those in the text, or it ends them in the prompt ``before`` the answer.
+        """Raises `InvalidPrompt` if the thoughts of message ``place`` are not the only ones of its turn: the template leaves out
+        those beside its text, writes some of its own in addition to those in it, or ends them in the prompt ``before`` it.
         """
         begin, end = THOUGHTS
+        for name in REASONING:
+            told = conversation.messages[place].get(name)
+            if isinstance(told, str) and told.strip() not in whole:
+                raise InvalidPrompt(
+                    f"the chat template does not write {name!r} of message {place}, so it would not be learned: write it into "
+                    f"the content, as {begin}...{end}, or leave it out"
+                )
         text = "".join(Conversation([conversation.messages[place]], []).texts())
         if begin not in text and end not in text and whole.startswith(before):
             return

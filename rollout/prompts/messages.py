@@ -23,7 +23,9 @@ VIDEO_SOUND = "use_audio_in_video"
 """What tells Hugging Face's processors to read the sound of a video from its file; of a row, or of a video in it."""
 MARKERS = re.compile("(" + "|".join(f"<{kind}>" for kind in MEDIA) + ")")
 _SPEAKERS = ("user", "assistant")  # whose messages say something
-_WORDLESS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # instead of content
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of the thoughts of a message that are not in its content, of which a chat template reads one or none."""
+_WORDLESS = ("tool_calls", "function_call", *REASONING)  # instead of content
 _LEARNED = ("weight", "loss", "train")
 """What says of an answer whether it is learned, as OpenAI, ms-swift and axolotl name it."""
 _KINDS = {name: kind for kind in MEDIA for name in (kind, f"{kind}_url")} | {"input_audio": "audio"}

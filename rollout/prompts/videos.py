@@ -164,7 +164,9 @@ def check_files(source: Any, root: Root = None) -> None:
 def _check_no_bytes(source: Any) -> None:
     """Raises `InvalidMedia` for the bytes of a file, which a column of `datasets.Video` has in parquet."""
     if isinstance(source, (bytes, bytearray, memoryview)):
-        raise InvalidMedia(f"the video is bytes ({len(source)}), which are not decoded: save it to a file, and give its path")
+        raise InvalidMedia(
+            f"the video is bytes ({len(source)}), which are not decoded: save it to a file, and give its path"
+        )
 
 
 def _stack(frames: Any, root: Root) -> np.ndarray:

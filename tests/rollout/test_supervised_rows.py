@@ -247,6 +247,21 @@ def test_thoughts_that_a_template_does_not_read_are_refused():
     assert made.prepare({"prompt": SAID[:2]}).loss_mask.any()
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_beside_the_content_are_learned_or_refused(name):
+    """They were dropped, and the answer without them was learned."""
+    made = builder()
+    thinking = [SAID[0], {"role": "assistant", "content": "7", name: "3 + 4\n"}]
+    with pytest.raises(
+        InvalidPrompt, match=rf"does not write '{name}' of message 1, .*: write it into the content, as <think>"
+    ):
+        made.prepare({"prompt": thinking})
+    made.tokenizer = copy.deepcopy(made.tokenizer)
+    made.tokenizer.chat_template = thinker(f"m.{name}")
+    row = made.prepare({"prompt": thinking})
+    assert "3 + 4" in made.tokenizer.decode(row.input_ids[row.loss_mask == 1])
+
+
 def test_thoughts_after_a_prompt_that_has_ended_them_are_refused_with_that_reason():
     made = builder()
     made.tokenizer = copy.deepcopy(made.tokenizer)
