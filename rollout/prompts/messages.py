@@ -269,8 +269,8 @@ def _message_head(message: Any) -> dict[str, Any]:
     role = message["role"]
     if message.get("content") is None and role in _SPEAKERS and not any(_has(message, name) for name in _WORDLESS):
         raise InvalidPrompt(f"a message of the {role} has no content (null)")
-    if held := [name for name in MEDIA.values() if _has(message, name)]:
-        raise InvalidPrompt(f"'{held[0]}' of a message are not read: use typed parts, or that column of the row")
+    if held := [name for name in (*MEDIA.values(), *MEDIA) if _holds(message.get(name))]:
+        raise InvalidPrompt(f"{held[0]!r} of a message is not read: use typed parts, or that column of the row")
     head = {name: value for name, value in message.items() if name != "content" and value is not None}
     if "tool_calls" in head:
         if isinstance(head["tool_calls"], str) or not isinstance(head["tool_calls"], (Sequence, np.ndarray)):
@@ -291,6 +291,11 @@ def _tool_call(call: Any) -> Any:
 def _has(message: Mapping[str, Any], name: str) -> bool:
     value = message.get(name)
     return isinstance(value, (Sequence, np.ndarray)) and len(value) > 0
+
+
+def _holds(media: Any) -> bool:
+    """Whether a value has a medium, and not nothing, a blank text or an empty list."""
+    return media is not None and (not hasattr(media, "__len__") or len(media) > 0)
 
 
 def _content(content: Any, found: list[tuple[str, Any]]) -> str | list[dict[str, Any]]:

@@ -114,7 +114,12 @@ def test_a_value_that_is_no_medium_is_one_that_cannot_be_loaded(image):
         load_image(given)
 
 
-def test_media_of_a_message_itself_are_refused():
-    with pytest.raises(InvalidPrompt, match="'images' of a message are not read: use typed parts"):
-        read_conversation([{"role": "user", "content": "q", "images": ["a.png"]}])
-    assert read_conversation([{"role": "user", "content": "q", "images": []}]).media == []
+@pytest.mark.parametrize(
+    "held", [{"images": ["a.png"]}, {"image": "a.png"}, {"image": {"bytes": b"."}}, {"video": "a.mp4"}]
+)
+def test_media_of_a_message_itself_are_refused(held):
+    (name,) = held
+    with pytest.raises(InvalidPrompt, match=f"'{name}' of a message is not read: use typed parts"):
+        read_conversation([{"role": "user", "content": "q", **held}])
+    for empty in ({"images": []}, {"image": ""}, {"image": None}):
+        assert read_conversation([{"role": "user", "content": "q", **empty}]).media == []
