@@ -418,7 +418,7 @@ def _files(path: Path, split: str) -> list[Path]:
     files = [file for file in found if re.match(rf"{re.escape(split)}(\W|_|$)", file.stem)]
     if not files:
         names = ", ".join(file.name for file in found[:10]) or "no parquet or JSON file"
-        held_out = "give --eval-data-path, or one file as --data-path, whose last rows are then held out"
+        held_out = "name one file by --eval-data-path, or by --data-path, whose last rows are then held out"
         way_out = held_out if split == "test" else f"name one file, or if it is of another kind, {_CONVERT}"
         raise InvalidConfig(f"{path} has no file of the split {split!r}; it has {names}: {way_out}")
     return files
