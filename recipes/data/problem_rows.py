@@ -128,8 +128,8 @@ def read_row(
     prompt = row_values.with_context(row_values.chat_messages(prompt, index), raw, index)
     answer = row_values.first_of(raw, _ANSWERS)
     if messages is not None and prompt and prompt[-1].get("role") == "assistant":  # its answer is the ground truth
-        answer = prompt[-1].get("content") if answer is None else answer
-        prompt = prompt[:-1]
+        given = {"answer": answer, "said": prompt[-1].get("content")}
+        answer, prompt = row_values.first_of(given, given), prompt[:-1]
     row_values.check_answerable(prompt, index)
     truth = _truth(raw, answer, index, check_truth)
     extra = {"split": split, "index": index, "answer": row_values.plain_answer(answer), "question": problem}
@@ -146,8 +146,8 @@ def read_row(
 def _truth(raw: Mapping[str, Any], answer: Any, index: int, check_truth: CheckTruth | None) -> dict[str, Any]:
     """The row's ``reward_model``, or one with its answer. Raises `InvalidRow` if ``check_truth`` refuses it."""
     own = raw.get("reward_model") or {"style": "rule"}
-    found = own.get("ground_truth")
-    truth = {**own, "ground_truth": row_values.plain_answer(answer if found is None else found)}
+    given = {"own": own.get("ground_truth"), "answer": answer}
+    truth = {**own, "ground_truth": row_values.plain_answer(row_values.first_of(given, given))}
     if check_truth is not None:
         try:
             check_truth(truth.get("ground_truth"))

@@ -41,10 +41,13 @@ def test_no_answer_is_shown_in_the_question():
     assert read_row({"messages": [*ASKED, SAID], "images": ["a.png"]}, 4)["prompt"] == ASKED
 
 
-def test_a_reward_model_without_a_truth_leaves_it_to_the_answer():
-    """Arrow gives an object of names to rows that have none, where other rows of a file have one."""
-    row = read_row({"prompt": ASKED, "answer": "3", "images": ["a.png"], "reward_model": {"ground_truth": None}}, 0)
+@pytest.mark.parametrize("nothing", [None, "", " "])
+def test_a_truth_that_is_missing_is_sought_where_another_may_be(nothing):
+    """Arrow gives an object of names to rows that have none, where other rows of a file have one; tables of text have blanks."""
+    row = read_row({"prompt": ASKED, "answer": "3", "images": ["a.png"], "reward_model": {"ground_truth": nothing}}, 0)
     assert row["reward_model"]["ground_truth"] == "3"
+    row = read_row({"messages": [*ASKED, SAID], "answer": nothing, "images": ["a.png"]}, 0)
+    assert row["reward_model"]["ground_truth"] == SAID["content"] == row["extra_info"]["answer"]
 
 
 def test_a_problem_may_be_messages():
