@@ -11,7 +11,7 @@ import numpy as np
 from dataproto.errors import InvalidConfig, InvalidRow
 from recipes.data.column_keys import OnBadRow, check_columns
 from recipes.data.row_values import LISTS, conversation
-from recipes.data.tables import ConvertedRows, Table, TableRows, class_names, classes_named, open_tables, rows_or_errors
+from recipes.data.tables import ConvertedRows, Table, TableRows, features_of, meant, open_tables, rows_or_errors
 from recipes.demo.classes import CLASSES, draw_class
 from recipes.demo.problems import EPOCH_ROWS, DrawnRows, Split
 from rollout.prompts.images import is_named_as_image
@@ -188,7 +188,7 @@ class LabelledPictures:
             check_columns(named, [table.rows for table in tables], self.name)
         self.image_column, column = columns
         self.rows = TableRows(tables, lambda raw, place: raw)
-        names = [name for table in tables for name in class_names(table.rows).get(column, ())]
+        names = [each for table in tables for each in getattr(features_of(table.rows).get(column), "names", ())]
         values = [value for table in tables for value in _column(table.rows, column)]
         self.labels = [_label(value) for value in values]
         if on_bad_row == "stop" and None in self.labels:
@@ -225,8 +225,8 @@ def _why_no_label(value: Any, column: str) -> str:
 def _column(table: Any, name: str) -> Sequence[Any]:
     """The values of a column; of rows of JSON `None` where one lacks it, and the error where one cannot be read."""
     if hasattr(table, "select_columns"):
-        names = class_names(table)
-        return [classes_named({name: value}, names)[name] for value in table.select_columns([name])[name]]
+        feature = features_of(table).get(name)
+        return [meant(value, feature) for value in table.select_columns([name])[name]]
     return [row if isinstance(row, InvalidRow) else row.get(name) for row in rows_or_errors(table)]
 
 

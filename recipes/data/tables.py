@@ -229,34 +229,42 @@ def rows_or_errors(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any] | 
 
 
 class _ArrowTable(Sequence[dict[str, Any]]):
-    """The rows of a `datasets.Dataset`, with images as bytes and paths, and classes by their names."""
+    """The rows of a `datasets.Dataset`, with images as bytes and paths, and other values as `meant`."""
 
     def __init__(self, table: Any) -> None:
         self.table = table.with_format("arrow")
         self.column_names = table.column_names
-        self.classes = class_names(table)
+        self.features = features_of(table)
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: Any) -> Any:
-        return without_nulls(classes_named(self.table[index].to_pylist()[0], self.classes))
+        return _as_meant(self.table[index].to_pylist()[0], self.features)
 
 
-def class_names(table: Any) -> dict[str, Sequence[str]]:
-    """The names of the classes in each column of `datasets.ClassLabel`, which holds their numbers."""
-    features = getattr(table, "features", None) or {}
-    return {column: feature.names for column, feature in features.items() if hasattr(feature, "names")}
+def features_of(table: Any) -> Mapping[str, Any]:
+    """The types of the columns of a `datasets.Dataset`, or of a stream of one; others have none."""
+    return getattr(table, "features", None) or {}
 
 
-def classes_named(row: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """A row with classes by their names; -1 is "no label" in data sets of the hub.
+def meant(value: Any, feature: Any) -> Any:
+    """A value of a column as it was meant: the name of a class for its number, of which -1 is "no label" in data sets of the hub,
+    and for a float of few bits the number that was written.
 
-    >>> classes_named({"label": 1, "other": -1, "count": 1}, {"label": ["cat", "dog"], "other": ["a"]})
-    {'label': 'dog', 'other': None, 'count': 1}
+    >>> from datasets import ClassLabel, Value
+    >>> meant(1, ClassLabel(names=["cat", "dog"])), meant(5.300000190734863, Value("float32"))
+    ('dog', 5.3)
     """
-    numbers = {column: row[column] for column in names if row.get(column) is not None}
-    return {**row, **{column: names[column][at] if at >= 0 else None for column, at in numbers.items()}}
+    if isinstance(value, int) and hasattr(feature, "names"):
+        return feature.names[value] if value >= 0 else None
+    if isinstance(value, float) and getattr(feature, "dtype", None) in ("float16", "float32"):
+        return float(str(np.dtype(feature.dtype).type(value)))
+    return value
+
+
+def _as_meant(row: Mapping[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
+    return without_nulls({name: meant(value, features.get(name)) for name, value in row.items()})
 
 
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -401,8 +409,8 @@ class StreamRows:
             epoch += 1
 
     def _blocks(self) -> Iterator[tuple[int, int, list[Any]]]:
-        names, is_json = class_names(self.stream), isinstance(self.stream, JsonStream)
-        rows = iter(self.stream if is_json else (without_nulls(classes_named(raw, names)) for raw in self.stream))
+        features, is_json = features_of(self.stream), isinstance(self.stream, JsonStream)
+        rows = iter(self.stream if is_json else (_as_meant(raw, features) for raw in self.stream))
         for number, raws in enumerate(iter(lambda: list(islice(rows, self.buffer)), [])):
             yield number, number * self.buffer, raws
 

@@ -81,6 +81,17 @@ def test_a_class_is_read_by_its_name(tmp_path):
         preference_rows(file, keys=keys)[0]
 
 
+def test_a_float_of_32_bits_is_the_number_that_was_written(tmp_path):
+    """The truth 5.3 was 5.300000190734863, with which no answer agrees."""
+    table = pyarrow.table({"problem": ["What?"], "answer": pyarrow.array([5.3], pyarrow.float32())})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (row,) = load_rows(tmp_path / "a.parquet")
+    assert row["reward_model"]["ground_truth"] == 5.3
+    stream = conversation_stream(str(tmp_path / "a.parquet"), keys=ColumnKeys(prompt_key="problem"))
+    (_, _, raw), *_ = islice(stream.draws(0, False, 0), 1)
+    assert stream.read_row(raw, 0)["prompt"][-1]["content"] == "5.3"
+
+
 def test_conversations_are_read_from_named_columns(tmp_path):
     text = {"question": "What?", "label": "A cat.", "figure": "a.png"}
     chat = {"chat": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A cat."}]}
