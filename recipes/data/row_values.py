@@ -13,6 +13,7 @@ from datetime import date, datetime
 from functools import cache
 from itertools import islice
 from math import isnan
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def known_row(
             ``objects``, which would be learned; or as `parsed_row`.
     """
     keys = keys_of_row(raw, keys)
-    row = parsed_row(keys.rename(whole_question(raw, keys), index), index)
+    row = parsed_row(keys.rename(whole_question(raw, keys, index), index), index)
     if row.get("objects") is not None and (mark := _BOX_MARKS.search(repr([row.get(name) for name in _TURNS]))):
         raise InvalidRow(
             index, f"{mark[0]} stands for what 'objects' holds, which is not read: write it in the text itself"
@@ -281,13 +282,18 @@ def keys_of_row(raw: Mapping[str, Any], keys: ColumnKeys) -> ColumnKeys:
     return keys
 
 
-def whole_question(raw: Mapping[str, Any], keys: ColumnKeys) -> Mapping[str, Any]:
-    """The row with alpaca's ``input`` in its own line after the ``instruction``.
+def whole_question(raw: Mapping[str, Any], keys: ColumnKeys, index: int) -> Mapping[str, Any]:
+    """The row with alpaca's ``input`` in its own line after the ``instruction``. Raises `InvalidRow` if it is no text or number.
 
-    >>> whole_question({"instruction": "Add.", "input": "2 + 2"}, ColumnKeys(prompt_key="instruction"))["instruction"]
+    >>> whole_question({"instruction": "Add.", "input": "2 + 2"}, ColumnKeys(prompt_key="instruction"), 0)["instruction"]
     'Add.\\n2 + 2'
     """
-    if keys.prompt_key != "instruction" or not isinstance(more := raw.get("input"), str) or not more.strip():
+    more = raw.get("input")
+    if keys.prompt_key != "instruction" or more is None or is_blank(more):
+        return raw
+    if not isinstance(more, str | Number):
+        raise InvalidRow(index, f"'input' must be text or a number, not {more!r}: write it into the instruction")
+    if more != more:  # NaN: what pandas writes where there is nothing
         return raw
     return {**raw, "instruction": f"{raw['instruction']}\n{more}"}
 

@@ -1,6 +1,7 @@
 """What a row says reaches the model: the system's text, earlier turns, and all of a question."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -83,6 +84,17 @@ def test_a_question_that_is_no_text_is_named_by_what_it_is(row, reason):
         read_conversation_row({"prompt": "How many?", "answer": None}, 0)
     with pytest.raises(InvalidRow, match="'messages' holds nothing"):
         read_conversation_row({"messages": None}, 0)
+
+
+@pytest.mark.parametrize("read", [partial(read_row, instruction=""), read_conversation_row])
+def test_an_input_that_is_a_number_is_asked_and_others_are_refused(read):
+    """It was left out of the question."""
+    row = {"instruction": "Square it.", "output": "25"}
+    for more, asked in ((5, "Square it.\n5"), (0, "Square it.\n0"), (float("nan"), "Square it."), (None, "Square it.")):
+        assert read(row | {"input": more}, 0)["prompt"][0]["content"] == asked
+    for more in ([5], {"x": 5}):
+        with pytest.raises(InvalidRow, match="row 3: 'input' must be text or a number, not"):
+            read(row | {"input": more}, 3)
 
 
 def test_a_blank_picture_is_none_and_one_in_a_list_is_missing():
