@@ -44,9 +44,7 @@ def read_conversation_row(
     >>> row["prompt"]
     [{'role': 'user', 'content': '<image>What?'}, {'role': 'assistant', 'content': 'A cat.'}]
     """
-    raw, keys, media = row_values.known_row(raw, index, keys)
-    if keys.prompt_key and isinstance(raw["prompt"], str):
-        raw["prompt"] = with_markers(raw["prompt"], media)
+    raw, _, media = row_values.known_row(raw, index, keys)
     prompt, texts = row_values.with_context(_messages(raw, index, media), raw, index), raw.get("texts")
     source = texts[0].get("source") if isinstance(texts, row_values.LISTS) and len(texts) else None
     return row_values.shown_columns(prompt, raw, media, index, source or data_source)

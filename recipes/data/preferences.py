@@ -17,7 +17,7 @@ from recipes.data import row_values
 from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
 from recipes.data.conversations import CONVERSATION_COLUMNS, answer_messages
 from recipes.data.tables import open_rows
-from rollout.prompts.messages import MARKERS, with_markers
+from rollout.prompts.messages import MARKERS
 
 _LABELS = ("label", "kto_tag")
 _MEANINGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -48,7 +48,7 @@ def read_preference_row(
             reason = f"{name!r} has a marker or a part of a medium, but media belong to the question, which both answers share"
             raise InvalidRow(index, f"{reason}: move it there (a part of text may say '<image>')")
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": with_markers(prompt, media)}]
+        prompt = [{"role": "user", "content": prompt}]
     prompt = row_values.with_context(row_values.chat_messages(prompt, index), raw, index)
     row_values.check_answerable(prompt, index)
     return row_values.shown_columns(prompt, raw, media, index, data_source) | {

@@ -123,7 +123,9 @@ def read_row(
         raise InvalidRow(index, why_lacking(raw, _QUESTIONS, f"{lacking}: {way_out}"))
     if isinstance(prompt, str) and messages is None:
         problem = prompt if keys.prompt_key else problem
-        asked = row_values.instructed(with_markers(prompt, media), instruction) if keys.prompt_key else prompt
+        earlier = raw.get("history") is not None and len(raw["history"])  # which may say where media belong
+        shown = prompt if earlier else with_markers(prompt, media)
+        asked = row_values.instructed(shown, instruction) if keys.prompt_key else prompt
         prompt = [{"role": "user", "content": asked}]
     prompt = row_values.with_context(row_values.chat_messages(prompt, index), raw, index)
     answer = row_values.first_of(raw, _ANSWERS)

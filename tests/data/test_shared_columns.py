@@ -14,6 +14,7 @@ from recipes.data.conversations import (
     conversation_stream,
     read_conversation_row,
 )
+from recipes.data.preferences import read_preference_row
 from recipes.data.problem_rows import read_row
 from recipes.data.row_values import columns_left_out
 from recipes.demo.tiny_model import make_tiny_processors
@@ -86,7 +87,19 @@ def test_a_question_that_is_no_text_is_named_by_what_it_is(row, reason):
         read_conversation_row({"messages": None}, 0)
 
 
-@pytest.mark.parametrize("read", [partial(read_row, instruction=""), read_conversation_row])
+READERS = [partial(read_row, instruction=""), read_conversation_row, read_preference_row]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("first", ["<image>Hi.", "Hi."])
+def test_media_of_the_first_question_may_be_in_the_history(first, read):
+    """Such a picture had a second marker in the last question, and its row was refused."""
+    row = {"query": "How many?", "response": "3", "history": [[first, "Hello."]], "images": ["a.png"]}
+    row |= {"chosen": "3", "rejected": "4"} if read is read_preference_row else {}
+    assert [each["content"] for each in read(row, 0)["prompt"]][:3] == ["<image>Hi.", "Hello.", "How many?"]
+
+
+@pytest.mark.parametrize("read", READERS[:2])
 def test_an_input_that_is_a_number_is_asked_and_others_are_refused(read):
     """It was left out of the question."""
     row = {"instruction": "Square it.", "output": "25"}
