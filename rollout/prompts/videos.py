@@ -126,9 +126,7 @@ def read_video(source: Any, root: Root = None, patch_size: int = 14) -> tuple[np
         source = next((source[name] for name in _PAYLOADS if source.get(name) is not None), None)
     if isinstance(source, tuple) and len(source) == 2 and (source[1] is None or isinstance(source[1], Mapping)):
         source, metadata = source[0], source[1] or {}
-    _check_no_bytes(source)
-    if source is None:
-        raise InvalidMedia("the video is missing (None)")
+    _check_given(source)
     if isinstance(source, (str, os.PathLike)):
         frames, metadata = _decode(source, root, options, patch_size)
     else:
@@ -151,18 +149,20 @@ def read_video(source: Any, root: Root = None, patch_size: int = 14) -> tuple[np
 
 
 def check_files(source: Any, root: Root = None) -> None:
-    """Raises `InvalidMedia` for a video whose file, or that of one of its frames, does not exist."""
+    """Raises `InvalidMedia` for a video that is missing, or whose file, or that of one of its frames, does not exist."""
     while isinstance(source, Mapping):
         source = next((source[name] for name in _PAYLOADS if source.get(name) is not None), None)
-    _check_no_bytes(source)
+    _check_given(source)
     for each in source if isinstance(source, list) else [source]:
         file = file_of(each, root, "video") if isinstance(each, (str, os.PathLike)) else None
         if isinstance(file, Path) and not file.is_file():
             raise InvalidMedia(f"video {os.fspath(each)!r}: there is no such file{sought_in(each, root)}")
 
 
-def _check_no_bytes(source: Any) -> None:
-    """Raises `InvalidMedia` for the bytes of a file, which a column of `datasets.Video` has in parquet."""
+def _check_given(source: Any) -> None:
+    """Raises `InvalidMedia` for nothing, and for the bytes of a file, which a column of `datasets.Video` has in parquet."""
+    if source is None:
+        raise InvalidMedia("the video is missing (None): an object holds its frames or its path in 'video'")
     if isinstance(source, (bytes, bytearray, memoryview)):
         raise InvalidMedia(
             f"the video is bytes ({len(source)}), which are not decoded: save it to a file, and give its path"

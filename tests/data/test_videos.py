@@ -144,6 +144,11 @@ def test_a_file_without_its_decoder_says_what_to_install(tmp_path, monkeypatch):
         ({"bytes": b"ftyp", "path": None}, r"the video is bytes \(4\), which are not decoded: save it to a file"),
         ({"bytes": b"ftyp", "path": "gone.mp4"}, "save it to a file"),
         (b"ftyp", "save it to a file"),
+        (
+            {"frames": ["there.png"]},
+            r"the video is missing \(None\): an object holds its frames or its path in 'video'",
+        ),
+        (None, "the video is missing"),
     ],
 )
 def test_a_video_that_is_not_there_is_told_before_a_run_begins(video, says, tmp_path):
