@@ -149,14 +149,20 @@ def read_video(source: Any, root: Root = None, patch_size: int = 14) -> tuple[np
 
 
 def check_files(source: Any, root: Root = None) -> None:
-    """Raises `InvalidMedia` for a video that is missing, or whose file, or that of one of its frames, does not exist."""
+    """Raises `InvalidMedia` for a video that is missing, whose file, or that of one of its frames, does not exist, or for whose
+    file there is no decoder.
+    """
     while isinstance(source, Mapping):
         source = next((source[name] for name in _PAYLOADS if source.get(name) is not None), None)
     _check_given(source)
+    if isinstance(source, list) and not source:
+        raise InvalidMedia("the video has no frames")
     for each in source if isinstance(source, list) else [source]:
         file = file_of(each, root, "video") if isinstance(each, (str, os.PathLike)) else None
         if isinstance(file, Path) and not file.is_file():
             raise InvalidMedia(f"video {os.fspath(each)!r}: there is no such file{sought_in(each, root)}")
+    if isinstance(source, (str, os.PathLike)):
+        _decoder(source)
 
 
 def _check_given(source: Any) -> None:
@@ -190,13 +196,7 @@ def _decode(
 ) -> tuple[np.ndarray, dict[str, Any]]:
     check_files(path, root)
     text, file = os.fspath(path), file_of(path, root, "video")
-    try:
-        from qwen_vl_utils import fetch_video
-    except Exception as error:  # a torchvision that does not fit torch raises other errors than ImportError
-        raise InvalidMedia(
-            f"video {text!r}: decoding a video file needs qwen-vl-utils with a torchvision that fits the installed "
-            f"torch (pip install torchvision); or pass its frames as (frames, metadata). The import failed: {error}"
-        ) from error
+    fetch_video = _decoder(path)
     try:
         element = {**options, "video": str(file)}
         frames, metadata = fetch_video(element, image_patch_size=patch_size, return_video_metadata=True)
@@ -204,3 +204,14 @@ def _decode(
         raise InvalidMedia(f"video {text!r} cannot be decoded: {error}") from error
     array = frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
     return np.ascontiguousarray(array), {**metadata, "duration": metadata["total_num_frames"] / metadata["fps"]}
+
+
+def _decoder(path: str | os.PathLike[str]) -> Callable[..., Any]:
+    try:
+        from qwen_vl_utils import fetch_video
+    except Exception as error:  # a torchvision that does not fit torch raises other errors than ImportError
+        raise InvalidMedia(
+            f"video {os.fspath(path)!r}: decoding a video file needs qwen-vl-utils with a torchvision that fits the installed "
+            f"torch (pip install torchvision); or pass its frames as (frames, metadata). The import failed: {error}"
+        ) from error
+    return fetch_video

@@ -149,10 +149,14 @@ def test_a_file_without_its_decoder_says_what_to_install(tmp_path, monkeypatch):
             r"the video is missing \(None\): an object holds its frames or its path in 'video'",
         ),
         (None, "the video is missing"),
+        ([], "the video has no frames"),
+        ("there.mp4", "video 'there.mp4': decoding a video file needs qwen-vl-utils"),
     ],
 )
-def test_a_video_that_is_not_there_is_told_before_a_run_begins(video, says, tmp_path):
+def test_a_video_that_cannot_be_read_is_told_before_a_run_begins(video, says, tmp_path, monkeypatch):
     """It was told when its row was loaded, after hours."""
+    monkeypatch.setitem(sys.modules, "qwen_vl_utils", None)
+    (tmp_path / "there.mp4").write_bytes(b"video")
     Image.new("RGB", (8, 8)).save(tmp_path / "there.png")
     row = {"prompt": "<video>What?", "videos": [video], "media_root": tmp_path}
     with pytest.raises(InvalidMedia, match=says):
