@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dataproto.errors import DataProtoError, InvalidRow, ScoreCountMismatch
+from recipes.rewards.checking import quick_verdict
 from recipes.rewards.geometry3k import check_truth, geo3k_reward, truth_text
 from recipes.rewards.reward_functions import WeightedRewards, parts_of
 from recipes.rewards.sequence_classifier import SequenceClassifier
@@ -111,7 +112,9 @@ def truth_scores(
         return results
 
     truths = [answer_text(row.ground_truth) for row in known]
-    others = [next((other for other in truths if other != truth), None) for truth in truths]
+    others = [
+        next((other for other in truths if not quick_verdict(other.strip(), truth.strip())), None) for truth in truths
+    ]
     started, empty = time.monotonic(), ask([""] * len(known))
     best: list[TruthScores | None] = [None] * len(known)
     for before, after in FORMS:

@@ -39,6 +39,12 @@ def test_geometry3k_gives_its_best_to_a_boxed_truth_after_a_thought():
     assert truth_scores(geo3k_reward, rows(None, None)) == [None, None]
 
 
+def test_a_truth_of_equal_value_is_no_wrong_answer():
+    assert truth_warning(geo3k_reward, rows("3", " 3 ", "3.0", "4")) is None
+    first, *_ = truth_scores(geo3k_reward, rows("3", " 3 ", "3.0"))
+    assert first.wrong is None
+
+
 def test_a_truth_in_marks_is_answered_as_a_model_answers():
     own = [RewardRow("", f"<answer> {n} </answer>", columns={"solution": f"<answer> {n} </answer>"}) for n in (3, 4)]
     assert truth_warning(as_reward_function(tagged), own) is None
