@@ -323,5 +323,11 @@ def _part(part: Any, found: list[tuple[str, Any]]) -> dict[str, Any]:
     if kind not in _KINDS:
         raise InvalidPrompt(f"a part of a message must be text, image, video or audio, not {part!r}")
     payload = {name: value for name, value in part.items() if name != "type" and value is not None}
-    found.append((_KINDS[kind], payload if any(name in payload for name in _PAYLOADS) else None))
+    of_row = not any(name in payload for name in _PAYLOADS)
+    place = found.count((_KINDS[kind], None))
+    if of_row and payload.get("index", place) != place:  # TRL's data number the pictures of a row
+        raise InvalidPrompt(
+            f"a part shows {kind} {payload['index']} of the row, but they are shown in their order, here {place}: sort them"
+        )
+    found.append((_KINDS[kind], None if of_row else payload))
     return {"type": _KINDS[kind]}

@@ -123,3 +123,15 @@ def test_media_of_a_message_itself_are_refused(held):
         read_conversation([{"role": "user", "content": "q", **held}])
     for empty in ({"images": []}, {"image": ""}, {"image": None}):
         assert read_conversation([{"role": "user", "content": "q", **empty}]).media == []
+
+
+def test_parts_that_number_the_pictures_of_a_row_number_them_in_order():
+    def chat(*indexes):
+        shown = [{"type": "image", "index": index, "text": None} for index in indexes]
+        return read_conversation([{"role": "user", "content": shown}], {"image": ["a.png", "b.png"]})
+
+    assert chat(0, 1).media == chat(None, None).media == ["a.png", "b.png"]
+    with pytest.raises(
+        InvalidPrompt, match="a part shows image 1 of the row, but they are shown in their order, here 0"
+    ):
+        chat(1, 0)
