@@ -62,8 +62,7 @@ def serialize_tensordict(batch: TensorDict) -> EncodedTensorDict:
         if not isinstance(value, torch.Tensor):
             raise InvalidColumn(f"column {name!r} is a {type(value).__name__}, not a tensor")
         if value.is_nested:
-            layout = dtype_name(value.layout)
-            items[name] = (layout, [serialize_single_tensor(row) for row in value.unbind()])
+            items[name] = (dtype_name(value.layout), [serialize_single_tensor(row) for row in value.unbind()])
         else:
             items[name] = serialize_single_tensor(value)
     return tuple(batch.batch_size), None if batch.device is None else str(batch.device), items

@@ -217,8 +217,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         sizes = f"{tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
         raise RowCountMismatch(f"two tensor dicts must have identical batch sizes, not {sizes}")
-    new = _new_columns(dict(tensor_dict1.items()), dict(tensor_dict2.items()))
-    for key in new:
+    for key in _new_columns(dict(tensor_dict1.items()), dict(tensor_dict2.items())):
         tensor_dict1.set(key, tensor_dict2.get(key))
     return tensor_dict1
 

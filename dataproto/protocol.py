@@ -663,8 +663,7 @@ class DataProto:
             return iter(())
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         numbers: Any = range(rows)
-        options = dataloader_kwargs or {}
-        loader = DataLoader(numbers, mini_batch_size, collate_fn=list, generator=generator, **options)
+        loader = DataLoader(numbers, mini_batch_size, collate_fn=list, generator=generator, **(dataloader_kwargs or {}))
         return (self._rows_of(chosen) for _ in range(epochs) for chosen in loader)
 
     def _rows_of(self, chosen: list[int]) -> Self:

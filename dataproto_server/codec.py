@@ -69,8 +69,7 @@ def values_of(data: bytes, dtype: int) -> Array:
 
 def read_tensor(message: Any) -> Array | SparseRows:
     """The array of a protobuf ``Tensor``."""
-    encoding = message.WhichOneof("encoding")
-    if encoding == "sparse_csr":
+    if message.WhichOneof("encoding") == "sparse_csr":
         csr = message.sparse_csr
         crow, columns = values_of(csr.crow_indices, INT64), values_of(csr.col_indices, INT64)
         return sparse_rows(values_of(csr.values, message.dtype), crow, columns, list(message.shape))

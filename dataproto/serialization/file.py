@@ -413,8 +413,7 @@ class Reader:
                 _check_text(data, dtype)
             return array_of(data, dtype, _shape(node["shape"]))
         if tag == "image":
-            info = self.tree(node["info"])
-            return images.decode_image(node, self._bytes(node).data, info)
+            return images.decode_image(node, self._bytes(node).data, self.tree(node["info"]))
         if tag == "bytes":
             return bytes(self._bytes(node))
         if tag == "pickle":

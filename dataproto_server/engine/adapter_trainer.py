@@ -65,8 +65,7 @@ def adapted_log_probs(
     starts = torch.arange(0, len(states), size)
     bounds = [*torch.searchsorted(places, starts).tolist(), len(places)]
     places, targets = move(places, states.device), move(targets, states.device)
-    settings = _Settings(scaling, size, bounds)
-    return _AdaptedLogProbs.apply(states, weight, places, targets, settings, *(pair or ()))
+    return _AdaptedLogProbs.apply(states, weight, places, targets, _Settings(scaling, size, bounds), *(pair or ()))
 
 
 def _once_each(
@@ -363,8 +362,7 @@ class AdapterTrainer:
         packed = part.packed()
         features, spans = self.features.placed(packed.token_types, part.images)
         packed = packed.to(self.device)
-        where = None if features is None else spans
-        embeddings, extras = self.packed.merge(packed.input_ids, features, where)
+        embeddings, extras = self.packed.merge(packed.input_ids, features, None if features is None else spans)
         with self.router.routed(part.runs):
             return self.packed.decode(embeddings, extras, packed)[0]
 

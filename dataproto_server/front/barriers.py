@@ -144,8 +144,7 @@ class Barriers:
         try:
             if entry.seq == 0:
                 run.base_model, run.lora = writer.base_model, writer.lora
-                replayed = entry.state != "queued"
-                await self._new_model(run, replayed=replayed, saved=place, optimizer=asked.optimizer)
+                await self._new_model(run, replayed=entry.state != "queued", saved=place, optimizer=asked.optimizer)
                 run.state = "live"
                 jobs.append(put(run))
             else:

@@ -84,8 +84,7 @@ class Samples:
             raise Refused(429, f"the waiting samples of this key take {taken >> 20} MB (--max-queued-mb)")
         pending = self.futures.open(request.request_id, sampler.owner, sampler.id)
         pending.reason, pending.samples = self._reason, request.num_samples
-        flight = Flight(request, sampler.owner, sampler.directory, sampler.session, size)
-        self.flights[request.request_id] = flight
+        self.flights[request.request_id] = Flight(request, sampler.owner, sampler.directory, sampler.session, size)
         self._start(self._send_due())
 
     def snapshot_of(self, sampler: Sampler) -> Snapshot:

@@ -173,7 +173,6 @@ def own_columns(raw: Mapping[str, Any], keys: ColumnKeys = KNOWN) -> tuple[dict[
         read = next((name for name in held if media_list(raw[name]) and not row_values.is_blank(raw[name])), None)
         if read is not None:
             listed = isinstance(raw[read], row_values.LISTS) or row_values.json_list(raw[read]) is not None
-            several = read != "video" and listed
-            media[read] = column if several else kind
+            media[read] = column if listed and read != "video" else kind
     left_out = {"prompt", "messages", "conversations", keys.messages_key, *row_values.MEDIA_COLUMNS, *media}
     return {name: value for name, value in raw.items() if name not in left_out}, media

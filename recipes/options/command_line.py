@@ -140,8 +140,7 @@ def parse_recipe(
     if given.get("config"):
         given = joined(file_values(Path(given["config"]), options, ONCE), given)
     default = _chosen_preset(presets, given)
-    names = [f"--{name}" for name in given]
-    config = on_machine(default, names, lambda default: over(default, given))
+    config = on_machine(default, [f"--{name}" for name in given], lambda default: over(default, given))
     if config.preset != TINY and config.model_path is None:
         raise InvalidConfig(f"--preset {config.preset} is for a checkpoint: add --model-path")
     return config

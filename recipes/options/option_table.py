@@ -153,8 +153,7 @@ def value_of(kind: Any, words: Sequence[str]) -> Any:
         kinds = inner[:1] * len(words) if Ellipsis in inner else inner
         return tuple(value_of(each, [word]) for each, word in zip(kinds, words, strict=True))
     if origin is dict:
-        values = [value_of(inner[1], [word]) for word in words[1::2]]
-        return dict(zip(words[::2], values, strict=True))
+        return dict(zip(words[::2], (value_of(inner[1], [word]) for word in words[1::2]), strict=True))
     (word,) = words
     if origin is Literal:
         return {str(choice): choice for choice in inner}[word]

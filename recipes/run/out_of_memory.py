@@ -59,8 +59,7 @@ def _ways(config: RecipeConfig, longest: int, phase: str) -> Iterator[tuple[bool
     compute, vllm = config.compute, config.engine == "vllm"
     stays = not (compute.offload_idle or compute.offload)
     if phase == "update":
-        full = compute.activation_checkpointing == "full"
-        yield not full, "--activation-checkpointing full"
+        yield compute.activation_checkpointing != "full", "--activation-checkpointing full"
         yield compute.token_budget > longest, f"--token-budget {max(compute.token_budget // 2, longest)}"
     if phase in ("start", "generation") and vllm:
         share = float(config.engine_options.get("memory_share", 0.5))

@@ -257,8 +257,7 @@ def shape_rewards(data: DataProto, config: AlgorithmConfig, max_tokens: int) -> 
     if buffer:
         penalties = torch.zeros_like(rewards)
         for turn in _turns(data):
-            penalty = overlong_penalty(turn, max_tokens, buffer)
-            penalties = penalties + place_on_last_token(penalty, turn)
+            penalties = penalties + place_on_last_token(overlong_penalty(turn, max_tokens, buffer), turn)
         rewards = rewards + penalties
         metrics["reward/overlong_penalty"] = float(penalties.sum(1).mean())
     if config.kl_in_reward:

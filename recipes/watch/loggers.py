@@ -96,8 +96,7 @@ class _RunOfPackage:
 
     def __init__(self, run: LoggedRun, package: ModuleType, identity: str, **options: Any) -> None:
         self.package, name = package, package.__name__
-        project = os.environ.get(f"{name.upper()}_PROJECT", "dataproto")
-        self.run = package.init(project=project, **options)
+        self.run = package.init(project=os.environ.get(f"{name.upper()}_PROJECT", "dataproto"), **options)
         run.save_id(name, identity)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -171,8 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             found = self.server.answer(url.path, asked)
         except (DataProtoError, OSError) as error:
-            wrong = isinstance(error, InvalidConfig)
-            status = HTTPStatus.BAD_REQUEST if wrong else HTTPStatus.INTERNAL_SERVER_ERROR
+            status = HTTPStatus.BAD_REQUEST if isinstance(error, InvalidConfig) else HTTPStatus.INTERNAL_SERVER_ERROR
             self._send(status, str(error).encode(errors="replace"), "text/plain")
         else:
             if found is None:

@@ -238,8 +238,7 @@ class EnvironmentHost:
         now = self._now()
         found: list[tuple[str, Outcome]] = []
         for episode, since in list(self._working.items()):
-            running = self._running[episode]
-            if now - since >= running.seconds:
+            if now - since >= self._running[episode].seconds:
                 message = f"its environment took {self.seconds:g} s in all and did not return from its last call"
                 found.append((episode, EnvironmentFailed("timeout", message)))
                 self.close(episode)

@@ -43,8 +43,7 @@ class _GymnasiumEnvironment:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Resets with the seed, and with ``row["extra_info"]["options"]`` if there are any."""
-        options = (row.get("extra_info") or {}).get("options")
-        seen, _ = self.inner.reset(seed=seed % MAX_SEED, options=options)
+        seen, _ = self.inner.reset(seed=seed % MAX_SEED, options=(row.get("extra_info") or {}).get("options"))
         return Observation([self._shown(seen)])
 
     def step(self, action: str) -> Observation:

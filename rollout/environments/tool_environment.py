@@ -74,9 +74,7 @@ class ToolEnvironment:
             reward = self.answered(action)
             return self._ended_later(reward) if inspect.isawaitable(reward) else _ended(reward)
         found = [self._call(name, arguments) for name, arguments in calls]
-        if any(map(inspect.isawaitable, found)):
-            return self._shown_later(found)
-        return _shown(found)
+        return self._shown_later(found) if any(map(inspect.isawaitable, found)) else _shown(found)
 
     def answered(self, answer: str) -> float | Awaitable[float]:
         """The reward of the answer."""

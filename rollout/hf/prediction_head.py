@@ -39,8 +39,7 @@ def load_head(family: VLMFamily, model: Any, model_path: str) -> PredictionHead 
         wrong = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
         raise InvalidConfig(f"the weights mtp.* of {model_path} are not those of one layer of its model: {wrong[:5]}")
     head.load_state_dict(dict(tensors), assign=True)
-    embeddings = model.get_submodule(family.embedding).weight
-    return head.to(embeddings).eval().requires_grad_(False)
+    return head.to(model.get_submodule(family.embedding).weight).eval().requires_grad_(False)
 
 
 def joined_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -355,8 +355,7 @@ def _engine_apart(actor: ModelConfig, config: RolloutConfig, host: Host) -> Roll
     def receive(dtype: torch.dtype) -> Any:
         return host.receive_weights()
 
-    lora = lora_streams(actor, receive, receive)
-    return RolloutWorker(config, receive, host.ranks, shares_device=False, lora=lora)
+    return RolloutWorker(config, receive, host.ranks, shares_device=False, lora=lora_streams(actor, receive, receive))
 
 
 def _weight_transfer(pools: Pools, rollout: RayGroup) -> Callable[[], None]:

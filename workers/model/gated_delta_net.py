@@ -169,8 +169,7 @@ def packed_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, 
         first = None if states is None or level.starts is None else embedding(level.starts, states.flatten(1))
         if first is not None and states is not None:
             first = first.unflatten(1, states.shape[1:])
-        more = number + 1 < len(levels)
-        out, final = rule(mine, level, first, more)
+        out, final = rule(mine, level, first, number + 1 < len(levels))
         outputs.append(out)
         if final is not None:
             states = final if states is None else torch.cat([states, final])

@@ -75,8 +75,7 @@ class FullySharded(Transform):
             )
         exact = partial(shard, mp_policy=mixed_precision("float32", mesh.device_type), reshard_after_forward=True)
         for mixer in module.family.recurrent_modules(module.model).values():
-            projections = [part for name, part in mixer.named_children() if "proj" in name]
-            shard(projections, reshard_after_forward=True)
+            shard([part for name, part in mixer.named_children() if "proj" in name], reshard_after_forward=True)
             exact(mixer)
         for path in module.float32_parts:
             exact(module.get_submodule(path))
@@ -124,8 +123,7 @@ class FullySharded(Transform):
         if self.options.leaves_unsharded("gradients"):
             module.set_requires_gradient_sync(last)  # type: ignore[operator]
         elif self.ranks.replica_mesh is not None:
-            in_pipeline = self.ranks.layout.pp > 1
-            module.set_requires_all_reduce(last or in_pipeline)  # type: ignore[operator]
+            module.set_requires_all_reduce(last or self.ranks.layout.pp > 1)  # type: ignore[operator]
 
     def reduce_gradients(self, module: PackedVLM) -> None:
         """Where gradients stay unsharded, reduces what the backward passes of a pipeline have added up, group by group."""

@@ -309,8 +309,7 @@ class PipelineParallel(Transform):
         options, model, family = self.options, module.model, module.family
         stage, whole = self.ranks.rank("pp"), model.get_submodule(family.decoder_layers)
         bounds = stage_layers(stage_costs(module, options), self.mesh("pp").size(), options.pipeline_layers)
-        layers = StageLayers(whole, bounds[stage], family.numbered_layers)
-        replace_submodule(model, family.decoder_layers, layers)
+        replace_submodule(model, family.decoder_layers, StageLayers(whole, bounds[stage], family.numbered_layers))
         if family.layer_input_method:
             set_on_module(model.get_submodule(family.language_model), family.layer_input_method, _made_already)
         self.staged = StagedForward(module, tuple(bounds), stage)

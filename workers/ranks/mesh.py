@@ -146,8 +146,7 @@ def init_ranks(layout: Layout, device: torch.device) -> Ranks:
     flattened = {axes: mesh[axes]._flatten("_".join(axes)) for axes in products}
     replicas = None
     if layout.replicas > 1:
-        shape = (layout.replicas, layout.shards)
-        replicas = flattened["dp", "sp"]._unflatten(0, shape, ("replica", "shard"))
+        replicas = flattened["dp", "sp"]._unflatten(0, (layout.replicas, layout.shards), ("replica", "shard"))
     return Ranks(layout, mesh, flattened, _init_expert_mesh(layout, device), replicas)
 
 

@@ -163,5 +163,4 @@ def pad_minibatches(parts: Sequence[np.ndarray | None], mask: Tensor, ranks: Ran
         if not any(tokens for _, tokens in held):
             rows = sum(rows for rows, _ in held)
             raise InvalidColumn(f"none of the {rows} rows of mini-batch {number} has a response token to learn from")
-    missing = count - len(parts)
-    return [*parts, *[np.zeros(0, dtype=np.int64)] * missing]
+    return [*parts, *[np.zeros(0, dtype=np.int64)] * (count - len(parts))]

@@ -520,8 +520,7 @@ class Update:
         for epoch in range(self.epochs):
             for part in self.parts:
                 rows = self.data if part is None else self.data[part]
-                weights = model.token_weights(rows, self.aggregation)
-                sums = LossSums(f"{model.role}/loss", weights, model.device)
+                sums = LossSums(f"{model.role}/loss", model.token_weights(rows, self.aggregation), model.device)
                 model.accounting.add(whole_work(model.ranks.all_gather(required_work(model.module, rows), "pp")))
                 yield rows, sums
                 self._steps.append(self._step(rows, sums))

@@ -113,8 +113,7 @@ class KimiK25(VLMFamily):
     def check_supported(self, config: Any) -> None:
         """Refuses queries that are not compressed: other decoders of the type have them."""
         super().check_supported(config)
-        text = config.get_text_config()
-        if text.q_lora_rank is None:
+        if config.get_text_config().q_lora_rank is None:
             raise InvalidConfig(
                 "models of type kimi_k25 with q_lora_rank=None are not supported: use Kimi K2.5 or K2.6"
             )
