@@ -155,14 +155,16 @@ def _has_test_split(source: str) -> bool:
 
 
 def _pictures_in(path: Path, split: Split) -> list[dict[str, Any]]:
-    """The files in the folders of a folder, or of its folder for a split, with the folders' names as labels."""
+    """The files in the folders of a folder, or of its folder for a split, with the folders' names as labels. In a folder that has
+    pictures, those of its own folders have its label too.
+    """
     whole = next((path / name for name in _SPLITS[split] if (path / name).is_dir()), path)
     folders = sorted(each for each in whole.iterdir() if each.is_dir() and not each.name.startswith("."))
     return [
         {"image": file, "label": folder.name.replace("_", " ")}
         for folder in folders
-        for file in sorted(folder.iterdir())
-        if is_named_as_image(file)
+        for file in sorted(folder.rglob("*") if any(map(is_named_as_image, folder.iterdir())) else [])
+        if is_named_as_image(file) and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     ]
 
 

@@ -68,6 +68,14 @@ def test_folders_may_hold_pictures_of_any_format_that_is_read(tmp_path):
     assert len(labelled_data(str(tmp_path), 4, 0, Templates()).train) == 4
 
 
+def test_pictures_in_a_folder_of_a_class_belong_to_it(tmp_path):
+    write_folder(tmp_path, {"stop": 3, "yield": 3})
+    write_folder(tmp_path / "stop", {"night": 2, ".thumbnails": 4})
+    data = labelled_data(str(tmp_path), 10, 0, Templates())
+    read = [row["prompt"][1]["content"] for rows in (data.train, data.held_out[""]) for row in rows]
+    assert (data.classes, read.count("stop"), read.count("yield")) == (("stop", "yield"), 5, 3)
+
+
 def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
     write_folder(tmp_path / "train", {"red_ball": 2, "Blue": 3})
     write_folder(tmp_path / "val", {"Blue": 2})
