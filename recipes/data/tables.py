@@ -9,7 +9,7 @@ import re
 from bisect import bisect_right
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
@@ -244,13 +244,31 @@ class _ArrowTable(Sequence[dict[str, Any]]):
 
 
 def features_of(table: Any) -> Mapping[str, Any]:
-    """The types of the columns of a `datasets.Dataset`, or of a stream of one; others have none."""
-    return getattr(table, "features", None) or {}
+    """The types of the columns of a `datasets.Dataset`, or of a stream of one; others have none. Integers that pandas has made
+    floats are integers.
+    """
+    features = dict(getattr(table, "features", None) or {})
+    for name, each in features.items():
+        if getattr(each, "dtype", None) == "float64" and _were_integers(table, name):
+            features[name] = replace(each, dtype="int64")
+    return features
+
+
+def _were_integers(table: Any, name: str) -> bool:
+    """Whether a column of floats has missing values and else integers: pandas has no integers beside missing values."""
+    from pyarrow import compute
+
+    if not hasattr(table, "data"):
+        return False  # a stream
+    column = table.data.column(name)
+    known = column.filter(compute.invert(compute.is_null(column, nan_is_null=True)))
+    whole = compute.and_(compute.equal(compute.floor(known), known), compute.less(compute.abs(known), 2**53))
+    return 0 < len(known) < len(column) and bool(compute.all(whole).as_py())
 
 
 def meant(value: Any, feature: Any) -> Any:
     """A value of a column as it was meant: the name of a class for its number, of which -1 is "no label" in data sets of the hub,
-    and for a float of few bits the number that was written.
+    for a float of few bits the number that was written, and for a float that `features_of` calls an integer the integer.
 
     >>> from datasets import ClassLabel, Value
     >>> meant(1, ClassLabel(names=["cat", "dog"])), meant(5.300000190734863, Value("float32"))
@@ -258,8 +276,11 @@ def meant(value: Any, feature: Any) -> Any:
     """
     if isinstance(value, int) and hasattr(feature, "names"):
         return feature.names[value] if value >= 0 else None
-    if isinstance(value, float) and getattr(feature, "dtype", None) in ("float16", "float32"):
-        return float(str(np.dtype(feature.dtype).type(value)))
+    dtype = getattr(feature, "dtype", None)
+    if isinstance(value, float) and dtype == "int64":
+        return int(value) if value == value else None
+    if isinstance(value, float) and dtype in ("float16", "float32"):
+        return float(str(np.dtype(dtype).type(value)))
     return value
 
 

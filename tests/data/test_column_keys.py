@@ -1,6 +1,7 @@
 """Columns of data sets in no known schema, named by options."""
 
 import json
+import math
 from decimal import Decimal
 from itertools import islice
 
@@ -90,6 +91,18 @@ def test_a_float_of_32_bits_is_the_number_that_was_written(tmp_path):
     stream = conversation_stream(str(tmp_path / "a.parquet"), keys=ColumnKeys(prompt_key="problem"))
     (_, _, raw), *_ = islice(stream.draws(0, False, 0), 1)
     assert stream.read_row(raw, 0)["prompt"][-1]["content"] == "5.3"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [([7.0, None], [7, None]), ([7.0, math.nan], [7, None]), ([7.0, 8.0], [7.0, 8.0]), ([7.5, None], [7.5, None])],
+)
+def test_integers_that_pandas_wrote_as_floats_are_integers(written, read, tmp_path):
+    """The answer 7 was learned as 7.0, because another row of the column had none."""
+    table = pyarrow.table({"problem": ["What?", "And?"], "n": pyarrow.array(written)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = load_rows(tmp_path / "a.parquet", keys=ColumnKeys(prompt_key="problem", answer_key="n"))
+    assert [repr(row["reward_model"]["ground_truth"]) for row in rows] == [repr(value) for value in read]
 
 
 def test_conversations_are_read_from_named_columns(tmp_path):
