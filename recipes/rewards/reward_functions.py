@@ -5,7 +5,7 @@ import inspect
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -340,6 +340,10 @@ def read_score(result: Any, place: str, function: Callable[..., Any]) -> dict[st
 
 
 def _read_all(results: Any, rows: Sequence[RewardRow], function: Callable[..., Any]) -> list[dict[str, float]]:
+    if isinstance(results, (Mapping, Set)):
+        raise RewardError(
+            f"{_name(function)} returned {results!r}, not a list with the score of each row, in their order"
+        )
     try:
         scores = list(results)
     except TypeError as error:

@@ -241,7 +241,13 @@ def test_an_exception_names_its_row_and_keeps_its_traceback():
 
 @pytest.mark.parametrize(
     ("returned", "says"),
-    [([1.0], "1 scores for 2 rows"), (1.0, "not a list of scores"), (None, "not a list of scores")],
+    [
+        ([1.0], "1 scores for 2 rows"),
+        (1.0, "not a list of scores"),
+        (None, "not a list of scores"),
+        ({0: 0.5, 1: 1.0}, "not a list with the score of each row"),  # its keys were the scores
+        ({0.5, 1.0}, "not a list with the score of each row"),
+    ],
 )
 def test_a_list_of_the_wrong_length_raises_an_error(returned, says):
     def reward_func(prompts, completions, **columns):
