@@ -2,8 +2,9 @@
 
 At each step vLLM asks for every running request which images it is to read and which blocks of the KV cache it needs. A request
 that decodes reads no images, and needs a block once in as many steps as a block has tokens. Both are known without asking, and a
-step of hundreds of rows then costs the host less. Where each row decodes one more token, the plan of the step before is used
-again, and vLLM makes no output for a row that only becomes longer: its tokens come with the next output that it has.
+step of hundreds of rows then costs the host less. Where each row decodes one more token, and as many drafts by a head, the plan
+of the step before is used again. And vLLM makes no output for a row that only becomes longer by one token: its tokens come with
+the next output that it has.
 
 A recurrent state exists only after the step that computes it. A sample that needs it waits for the next step, and in vLLM's queue
 all later requests wait too. So one step reads the first samples of several prompts, and the other samples continue from their
@@ -31,8 +32,10 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any, **options: Any) -> Sc
     return kind(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **options)
 
 
-SAME_ROWS = ("scheduled_cached_reqs", "num_", "total_num_")
-"""Beginnings of the names of the fields that a plan has if each row decodes one token and nothing else happens."""
+SAME_ROWS = ("scheduled_cached_reqs", "scheduled_spec_decode_tokens", "num_", "total_num_")
+"""Beginnings of the names of the fields that a plan has if each row decodes and nothing else happens."""
+PLACEHOLDER = -1
+"""Of a draft that stays on the device."""
 SETTLED = 8
 """After so many tokens of a response, and of each block, vLLM has freed the older states of a recurrent row."""
 UNTOLD = "untold_token_ids"
@@ -54,6 +57,7 @@ class _Decoding:
         kinds = {type(group.kv_cache_spec).__name__ for group in options["kv_cache_config"].kv_cache_groups}
         self._slots: HeldSlots | None = None
         self._plan: Any = None  # of the last step, if it can be used again
+        self._drafts: int | None = None  # of each row in it
         if kinds <= {"FullAttentionSpec", "MambaSpec"}:
             own: Any = self
             held = own.kv_cache_manager.allocate_slots = HeldSlots(
@@ -69,25 +73,27 @@ class _Decoding:
             rows = plan.scheduled_cached_reqs
             other = any(getattr(plan, each.name) for each in fields(plan) if not each.name.startswith(SAME_ROWS))
             other = other or bool(rows.resumed_req_ids or rows.all_token_ids or rows.new_token_ids)
-            self._plan = None if other or plan.total_num_scheduled_tokens != len(rows.req_ids) else plan
+            self._drafts = drafts_of_each(plan)
+            self._plan = None if other or self._drafts is None else plan
         return plan
 
     def _same_rows(self) -> Any:
-        """The last plan for the next token of each row; ``None`` where something else happens."""
+        """The last plan for the next token of each row, and for as many drafts; ``None`` where something else happens."""
         own: Any = self
-        plan, slots = self._plan, self._slots
+        plan, slots, drafts = self._plan, self._slots, self._drafts or 0
         begins = own.get_request_counts()[1] and len(own.running) < own.max_num_running_reqs
         if plan is None or slots is None or begins or own.finished_req_ids or own.pause_state:
             return None
         names, rows, longest = plan.scheduled_cached_reqs.req_ids, own.running, own.max_model_len
-        settled = all(decodes(row, longest) and row.num_output_tokens >= slots.settled for row in rows)
+        unsettled = slots.settled * (1 + drafts)
+        settled = all(decodes(row, longest, drafts) and row.num_output_tokens >= unsettled for row in rows)
         if names != [row.request_id for row in rows] or not settled:
             return None
         ahead, manager = own.num_lookahead_tokens, own.kv_cache_manager
-        full = [row for row in rows if not slots.hold(row, row.num_computed_tokens + 1, ahead)]
-        if len(full) * len(slots.groups) > manager.block_pool.get_num_free_blocks():
+        full = [row for row in rows if not slots.hold(row, row.num_computed_tokens + 1 + drafts, ahead, drafts)]
+        if len(full) * len(slots.groups) * (1 + drafts) > manager.block_pool.get_num_free_blocks():
             return None
-        blocks = {row.request_id: slots(row, 1, ahead).get_block_ids(allow_none=True) for row in full}
+        blocks = {row.request_id: slots(row, 1 + drafts, ahead).get_block_ids(allow_none=True) for row in full}
         told = replace(
             plan.scheduled_cached_reqs,
             new_block_ids=[blocks.get(name) for name in names],
@@ -184,12 +190,22 @@ class _Decoding:
         return nothing[0], num_new_tokens, *nothing[2:]
 
 
-def decodes(request: Any, longest: int) -> bool:
-    """Whether all that a request can do next is to decode one token, with which it has at most ``longest`` of them."""
+def drafts_of_each(plan: Any) -> int | None:
+    """How many drafts on the device each row of a plan has, if each decodes; ``None`` if rows differ or drafts are known."""
+    rows, drafts = len(plan.scheduled_cached_reqs.req_ids), plan.scheduled_spec_decode_tokens
+    count = len(next(iter(drafts.values()), ()))
+    equal = not drafts or (len(drafts) == rows and all(each == [PLACEHOLDER] * count for each in drafts.values()))
+    return count if equal and plan.total_num_scheduled_tokens == rows * (1 + count) else None
+
+
+def decodes(request: Any, longest: int, drafts: int = 0) -> bool:
+    """Whether all that a request can do next is to decode one token, with which and with its ``drafts`` it has at most
+    ``longest`` of them.
+    """
     read, coming = request.num_computed_tokens, request.num_output_placeholders
     limit = request.num_prompt_tokens + request.max_tokens
-    one = request.num_tokens_with_spec + coming - read == 1
-    return one and not request.is_prefill_chunk and read + 2 - coming < limit and read + 2 <= longest
+    one = request.num_tokens_with_spec + coming - read == 1 + drafts and len(request.spec_token_ids) == drafts
+    return one and not request.is_prefill_chunk and read + 2 - coming < limit and read + 2 + drafts <= longest
 
 
 def only_becomes_longer(request: Any, token: int, longest: int, unit: int) -> bool:
@@ -235,10 +251,12 @@ class HeldSlots:
             return self._nothing
         return self._own(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens, **options)
 
-    def hold(self, request: Any, tokens: int, ahead: int) -> bool:
-        """Whether a request's own blocks have room for so many of its tokens, and for drafts of ``ahead`` more."""
-        name, settled = request.request_id, self.settled
-        for blocks, size, drafts in self.groups:
-            if tokens + ahead > (len(blocks.get(name, ())) - drafts) * size or (tokens - 1) % size < settled:
+    def hold(self, request: Any, tokens: int, ahead: int, drafts: int = 0) -> bool:
+        """Whether a request's own blocks have room for so many of its tokens, ``drafts`` of which a step may take back, and for
+        drafts of ``ahead`` more.
+        """
+        name, settled = request.request_id, self.settled * (1 + drafts)
+        for blocks, size, kept in self.groups:
+            if tokens + ahead > (len(blocks.get(name, ())) - kept) * size or (tokens - 1) % size < settled:
                 return False
         return not settled or request.num_output_tokens >= settled

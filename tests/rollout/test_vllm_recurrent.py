@@ -153,3 +153,50 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
     assert 0 < mixed["drafted_tokens"].sum() < found["drafted_tokens"].sum()
     assert torch.equal(mixed["responses"], found["responses"])
     torch.testing.assert_close(mixed["rollout_log_probs"], found["rollout_log_probs"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.long
+def test_a_plan_with_drafts_used_again_is_the_one_that_vllm_makes(tmp_path, monkeypatch):
+    """Rows that end one after the other, and passes with drafts and without in turns."""
+    if not interpreted():
+        pytest.skip("test_vllm_second_runner.py runs this with Triton's interpreter")
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    path = checkpoint_with_head(tmp_path)
+    builder = PromptBuilder.from_pretrained(path, max_prompt_length=300)
+    for patch in (plain_places, schedule_ahead, rows_may_read_fewer_tokens):
+        patch(monkeypatch)
+    options = {"max_num_seqs": 3, "max_model_len": 400, "max_images": 3, "kv_cache_bytes": 1 << 26}
+    engine = create_engine("vllm", path, speculate=3, dtype="bfloat16", image_options=builder.image_options, **options)
+    scheduler = engine.engine.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler, "_payoff", Payoff())
+    made, own = [], Scheduler.schedule
+    monkeypatch.setattr(Scheduler, "schedule", lambda *given: made.append(given) or own(*given))
+    setup = SimpleNamespace(builder=builder, prompts=builder(ROWS[:4]))
+
+    def plans():
+        turns, found, made_before, schedule = Random(0), [], len(made), type(scheduler).schedule
+        asked = iter([drafts for drafts in [turns.random() < 0.5 for _ in range(60)] for _ in range(12)])
+        monkeypatch.setattr(Payoff, "drafts", lambda payoff, rows: next(asked))
+
+        def noted(*given):
+            plan = schedule(scheduler, *given)
+            rows, drafts = plan.scheduled_cached_reqs, [*map(len, plan.scheduled_spec_decode_tokens.values())]
+            new = [None if each is None else [len(group) for group in each] for each in rows.new_block_ids]
+            numbers = rows.num_computed_tokens, rows.num_output_tokens, plan.num_spec_tokens_to_schedule
+            found.append((list(plan.num_scheduled_tokens.values()), drafts, new, *numbers))
+            return plan
+
+        monkeypatch.setattr(scheduler, "schedule", noted)
+        data = generate(setup, engine, SamplingParams(1, 0.6, max_tokens=70, seed=3, ignore_eos=True))
+        return data["responses"], data["accepted_tokens"].sum(), found, len(made) - made_before
+
+    tokens, accepted, used_again, few = plans()
+    engine.llm.reset_prefix_cache()
+    monkeypatch.setattr(scheduler, "_same_rows", lambda: None)
+    vllm_tokens, _, vllm_plans, all_of_them = plans()
+    assert torch.equal(tokens, vllm_tokens)
+    assert used_again == vllm_plans
+    assert {len(drafts) for _, drafts, *_ in used_again} >= {0, 3}
+    assert accepted > 0
+    assert few < 0.8 * all_of_them == 0.8 * len(vllm_plans)
