@@ -323,6 +323,7 @@ def informative_rows(scores: Sequence[float], uid: Sequence[Hashable]) -> np.nda
     >>> informative_rows([1.0, 1.0, 0.0, 1.0], ["a", "a", "b", "b"]).tolist()
     [False, False, True, True]
     """
+    uid = _labels(uid)
     if len(scores) != len(uid):
         raise RowCountMismatch(f"{len(scores)} scores, {len(uid)} uids")
     distinct: dict[Hashable, set[float]] = defaultdict(set)
@@ -399,11 +400,16 @@ def group_index(labels: Labels, mask: Tensor, what: str = "uids", **others: Tens
         RowCountMismatch: the shapes, or the number of rows, differ.
     """
     numbers: dict[Hashable, int] = {}
-    index = [numbers.setdefault(name, len(numbers)) for name in labels]
+    index = [numbers.setdefault(name, len(numbers)) for name in _labels(labels)]
     _same_shape(mask, **others)
     if len(index) != len(mask):
         raise RowCountMismatch(f"{len(index)} {what} for {len(mask)} rows")
     return torch.tensor(index, dtype=torch.int64, device=mask.device)
+
+
+def _labels(labels: Labels) -> list[Hashable]:
+    """Labels that compare by value; the elements of a tensor do not."""
+    return labels.tolist() if isinstance(labels, Tensor) else list(labels)
 
 
 def _same_shape(mask: Tensor, **others: Tensor) -> None:

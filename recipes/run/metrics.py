@@ -111,8 +111,8 @@ def rollout_metrics(
         metrics |= _statistics(name, lengths)
         metrics[f"{name}/clip_ratio"] = _mean(lengths == limit)
     if "uid" in data:
-        metrics |= _equal_groups(totals.tolist(), list(ends["uid"]))
-    if "response_text" in data and "uid" in data and len(set(ends["uid"])) > 1:
+        metrics |= _equal_groups(totals.tolist(), ends["uid"].tolist())
+    if "response_text" in data and "uid" in data and len(set(ends["uid"].tolist())) > 1:
         metrics["response/commonest_ratio"] = max(Counter(ends["response_text"]).values()) / len(ends)
     if "truncated" in data:
         metrics["response/truncated_ratio"] = _mean(ends["truncated"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataproto.errors import RowCountMismatch
-from recipes.algorithms.advantages import group_advantage
+from recipes.algorithms.advantages import group_advantage, informative_rows
 
 
 def outcome(scores, width=3):
@@ -73,6 +73,14 @@ def test_uids_of_any_hashable_kind():
     expected = group_advantage(rewards, ["a", "a", "b", "b"], mask)
     for uid in (np.array(["a", "a", "b", "b"], dtype=object), np.array([3, 3, 1, 1]), [("x", 1), ("x", 1), None, None]):
         assert torch.equal(group_advantage(rewards, uid, mask), expected)
+
+
+def test_uids_in_a_tensor_are_compared_by_value():
+    rewards, mask = outcome([1.0, 0.0, 1.0, 1.0])
+    uid = torch.tensor([3, 3, 1, 1])
+    assert torch.equal(group_advantage(rewards, uid, mask), group_advantage(rewards, ["a", "a", "b", "b"], mask))
+    assert group_advantage(rewards, uid, mask)[0, 0] > 0
+    assert informative_rows([1.0, 0.0, 1.0, 1.0], uid).tolist() == [True, True, False, False]
 
 
 def test_no_gradient_and_no_change_of_the_input():

@@ -87,4 +87,6 @@ def test_groups_with_equal_scores_are_counted_among_those_with_several_samples()
     assert "response/commonest_ratio" not in rollout_metrics(DataProto.from_dict(tensors, said | {"uid": ["a"] * 5}))
     grouped, apart = (DataProto.from_dict(tensors, non_tensors={"uid": list(uids)}) for uids in ("aabbc", "abcde"))
     assert rollout_metrics(grouped)["reward/equal_groups_ratio"] == 0.5
+    grouped["uid"] = torch.tensor([0, 0, 1, 1, 2])
+    assert rollout_metrics(grouped)["reward/equal_groups_ratio"] == 0.5
     assert "reward/equal_groups_ratio" not in rollout_metrics(apart)
