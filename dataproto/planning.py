@@ -220,8 +220,8 @@ def cut_minibatches(groups: Groups, prompts: int) -> list[np.ndarray]:
     >>> [len(part) for part in cut_minibatches(range(9), prompts=4)]
     [3, 3, 3]
     """
-    if prompts < 1:
-        raise InvalidConfig(f"a mini-batch of {prompts} prompts: must be at least 1")
+    if not isinstance(prompts, int | np.integer) or prompts < 1:
+        raise InvalidConfig(f"a mini-batch of {prompts!r} prompts: must be a whole number of at least 1")
     numbers = _numbers(groups)
     count = int(numbers.max(initial=-1)) + 1
     numbers = numbers * -(-count // prompts) // max(count, 1)

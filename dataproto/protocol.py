@@ -565,7 +565,7 @@ class DataProto:
             IndivisibleBatch: the rows do not divide.
         """
         rows = len(self)
-        if chunks < 1 or (rows % chunks and not self.is_padding_enabled()):
+        if not isinstance(chunks, int | np.integer) or chunks < 1 or (rows % chunks and not self.is_padding_enabled()):
             raise IndivisibleBatch(
                 f"{rows} rows do not divide into {chunks} equal parts; pad them with pad_dataproto_to_divisor first"
             )
@@ -573,9 +573,9 @@ class DataProto:
 
     def split(self, split_size: int) -> list[Self]:
         """Splits the rows into views of ``split_size`` rows; the last one is shorter if the rows do not divide."""
-        if split_size < 1:
+        if not isinstance(split_size, int | np.integer) or split_size < 1:
             raise IndivisibleBatch(f"rows cannot be split into parts of {split_size}")
-        whole, rest = divmod(len(self), split_size)
+        whole, rest = divmod(len(self), int(split_size))
         return self._partition([split_size] * whole + [rest] * (rest > 0))
 
     def _partition(self, sizes: list[int]) -> list[Self]:
@@ -596,7 +596,7 @@ class DataProto:
         ]
 
     @staticmethod
-    def concat(data: Sequence["DataProto"]) -> "DataProto":
+    def concat(data: Iterable["DataProto"]) -> "DataProto":
         """Joins the rows of batches.
 
         ``metrics`` in ``meta_info`` are collected, other keys must agree (see `concat_meta_info`). A batch without columns adds
@@ -607,7 +607,7 @@ class DataProto:
             MissingColumn: a column is absent from some batches.
             ColumnConflict: a column differs in kind or shape, or a key of ``meta_info`` in value.
         """
-        if not data:
+        if not (data := list(data)):
             raise InvalidIndex("there is nothing to concatenate: the list of parts is empty")
         for part in data:
             if not isinstance(part, DataProto):
@@ -657,7 +657,7 @@ class DataProto:
             IndivisibleBatch: the rows do not divide.
         """
         rows = len(self)
-        if mini_batch_size < 1 or rows % mini_batch_size:
+        if not isinstance(mini_batch_size, int | np.integer) or mini_batch_size < 1 or rows % mini_batch_size:
             raise IndivisibleBatch(f"{rows} rows do not divide into mini-batches of {mini_batch_size}")
         if rows == 0:
             return iter(())

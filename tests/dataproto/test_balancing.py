@@ -161,6 +161,7 @@ def test_numbers_in_tensors_are_groups_by_value():
     [
         lambda: split_by_tokens([1], 0),
         lambda: cut_minibatches(["a"], 0),
+        lambda: cut_minibatches(["a"], 1.5),
         lambda: balance([1], 0),
         lambda: balance([1.0, float("nan")], 1),
         lambda: balance([1, -1], 1),

@@ -239,6 +239,10 @@ def test_concat_keeps_the_order() -> None:
     assert DataProto.concat([part(1)[:0], part(7)])["x"].tolist() == [7]
 
 
+def test_concat_takes_parts_one_by_one() -> None:
+    assert DataProto.concat(each for each in (part(1), part(2)))["x"].tolist() == [1, 2]
+
+
 def test_concat_copies_tensors() -> None:
     one = part(1)
     DataProto.concat([one])["x"].zero_()

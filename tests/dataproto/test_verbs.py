@@ -132,7 +132,7 @@ def test_chunk_makes_equal_parts_in_order() -> None:
     assert [len(part) for part in DataProto().chunk(2)] == [0, 0]
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(5, 4), (4, 0), (4, -1)])
+@pytest.mark.parametrize(("rows", "parts"), [(5, 4), (4, 0), (4, -1), (4, 2.0)])
 def test_chunk_says_how_to_make_rows_divide(rows: int, parts: int) -> None:
     for error in (IndivisibleBatch, AssertionError):
         with pytest.raises(
@@ -172,8 +172,11 @@ def test_split() -> None:
     assert [rows_of(part) for part in batch(5).split(2)] == [[0, 1], [2, 3], [4]]
     assert [rows_of(part) for part in batch(2).split(9)] == [[0, 1]]
     assert DataProto().split(2) == []
-    with pytest.raises(ValueError, match="parts of 0"):
-        batch().split(0)
+    for size in (0, 1.5, 2.0, "2"):
+        with pytest.raises(IndivisibleBatch, match=f"parts of {size}"):
+            batch().split(size)  # type: ignore[arg-type]
+    assert [len(part) for part in batch(5).split(np.int64(2))] == [2, 2, 1]  # type: ignore[arg-type]
+    assert [len(part) for part in batch(4).chunk(np.int64(2))] == [2, 2]  # type: ignore[arg-type]
 
 
 def test_every_part_has_its_own_meta_info() -> None:
@@ -244,7 +247,7 @@ def test_shuffling_without_a_seed_follows_the_global_generator() -> None:
 
 
 def test_an_iterator_needs_rows_that_divide() -> None:
-    for size in (3, 0, -2):
+    for size in (3, 0, -2, 2.0):
         with pytest.raises(IndivisibleBatch, match="4 rows do not divide"):
             batch(4).make_iterator(size, 1)
     assert list(batch(4)[:0].make_iterator(2, 1)) == list(batch(4)[:0].make_iterator(2, 1, seed=1)) == []

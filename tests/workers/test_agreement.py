@@ -144,6 +144,7 @@ def arguments_are_refused(path: str) -> list[Raised]:
     critic = CriticWorker(CriticConfig(path), CPU, ranks)
     found = [
         raised_by(lambda: actor.update(rows(), likelihood, epochs=0)),
+        raised_by(lambda: actor.update(rows(), likelihood, epochs=1.5)),
         raised_by(lambda: actor.update(rows(), likelihood, aggregation="median")),
         raised_by(lambda: actor.update(rows(), likelihood, minibatch=1)),
         raised_by(lambda: critic.update(rows(), likelihood, entropy=True)),
@@ -255,7 +256,9 @@ def test_invalid_arguments_are_refused_on_all_ranks(outcomes):
     for refused in outcomes["arguments_are_refused"]:
         assert not isinstance(refused, str), refused
         assert all(kind == "InvalidConfig" and told for kind, _, told in refused)
-        for (_, message, _), text in zip(refused, ("epochs=0", "'median'", "minibatch=1", "no entropy"), strict=True):
+        for (_, message, _), text in zip(
+            refused, ("epochs=0", "epochs=1.5", "'median'", "minibatch=1", "no entropy"), strict=True
+        ):
             assert text in message
 
 

@@ -197,8 +197,8 @@ pixels, hold NaN or infinity
 
 def check_update(epochs: int, aggregation: str, entropy: bool, module: PackedVLM) -> None:
     """Raises `InvalidConfig` for an update that this model cannot make, whatever the rows."""
-    if epochs < 1:
-        raise InvalidConfig(f"epochs={epochs}: must be at least 1")
+    if not isinstance(epochs, int | np.integer) or epochs < 1:
+        raise InvalidConfig(f"epochs={epochs!r}: must be a whole number of at least 1")
     check_mode(aggregation)
     if entropy and not module.makes_logits:
         raise InvalidConfig("entropy=True: a critic has no entropy")
