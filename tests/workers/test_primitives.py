@@ -211,6 +211,16 @@ def test_passes_and_steps_of_mini_batches_are_an_update(tmp_path, monkeypatch):
         worker.forward_backward(data, loss, aggregation="mean")
 
 
+@pytest.mark.parametrize("returned", [lambda loss: loss, lambda loss: None, lambda loss: (loss, None)])
+def test_a_loss_without_its_metrics_is_refused_and_the_next_one_taken(returned, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_PRIMITIVES_FOLDER", write_checkpoint("qwen3_vl", tmp_path))
+    worker = actor()
+    for call in (worker.update, worker.forward_backward):
+        with pytest.raises(InvalidColumn, match=r"the loss function returned a .*: return loss, \{\}"):
+            call(rows(), lambda outputs, data: returned(-outputs.log_probs))
+    assert worker.update(rows(), loss_fn)["actor/grad_norm"] > 0
+
+
 @pytest.mark.parametrize("call", ["update", "accumulate"])
 def test_an_update_is_not_mixed_with_passes_that_wait_for_their_step(call):
     data, worker, other = rows(), actor(), actor()

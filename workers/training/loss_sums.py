@@ -183,6 +183,13 @@ class LossSums:
         return ranks.all_gather((float(self.weights.sum()), sums), "dp")
 
 
+def pair_of(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the metrics that a loss function returned; `InvalidColumn` if it returned something else."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise InvalidColumn(f"the loss function returned a {type(returned).__name__}, no pair: return loss, {{}}")
+    return returned[0], dict(returned[1])
+
+
 def refuse_other_shapes(results: Mapping[str, object], tokens: torch.Size, *others: torch.Size) -> None:
     """Raises `InvalidColumn` for a result of a loss function that is not ``tokens``, or one of ``others``."""
     for name, values in results.items():

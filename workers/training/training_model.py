@@ -27,7 +27,7 @@ from workers.training.accounting import Accounting, required_work, whole_work
 from workers.training.checkpoint import Saving, load_model_weights, load_training_state
 from workers.training.forward_pass import LossFn, forward_rows, index_on, rows_to_device
 from workers.training.loading import Wrap, load_packed
-from workers.training.loss_sums import LossSums, Updated, averages, denominator, token_weights, zero_loss
+from workers.training.loss_sums import LossSums, Updated, averages, denominator, pair_of, token_weights, zero_loss
 from workers.training.memory import PHASES, SCORES, DeviceMemory, expandable_segments
 from workers.training.micro_batches import Conclude, MicroBatch, MicroBatchFeed, micro_batches
 from workers.training.mini_batches import ROW, cut_minibatches_of_rank, pad_minibatches
@@ -273,7 +273,7 @@ class TrainingModel:
         def conclude(part: MicroBatch, outputs: Any) -> Tensor:  # in a pipeline
             if part.inert:
                 return zero_loss(outputs)
-            loss, metrics = loss_fn(outputs, rows_to_device(part.rows, self.device))
+            loss, metrics = pair_of(loss_fn(outputs, rows_to_device(part.rows, self.device)))
             return sums.add(part.index, outputs.scores, loss, metrics)
 
         with self._passes(backward):
@@ -288,7 +288,7 @@ class TrainingModel:
                     if part.inert:
                         total = zero_loss(outputs)
                     else:
-                        loss, metrics = loss_fn(outputs, rows_to_device(part.rows, self.device))
+                        loss, metrics = pair_of(loss_fn(outputs, rows_to_device(part.rows, self.device)))
                         if (ahead := getattr(outputs, "head_log_probs", None)) is not None:
                             loss, metrics = loss - self.config.mtp_coef * ahead, metrics | {"actor/mtp_loss": -ahead}
                         total = sums.add(part.index, outputs.scores, loss, metrics)
