@@ -160,7 +160,7 @@ def test_it_learns_the_returns(checkpoints):
 def test_a_checkpoint_goes_on_to_the_bit(checkpoints, tmp_path):
     first = CriticWorker(CriticConfig(str(checkpoints / "qwen2_5_vl"), optimizer=FAST), CPU)
     first.update(rows(), vf_loss)
-    first.save(tmp_path / "critic")
+    first.save(str(tmp_path / "critic"))
     second = CriticWorker(CriticConfig(str(checkpoints / "qwen2_5_vl"), optimizer=FAST), CPU)
     second.load(tmp_path / "critic")
     assert torch.equal(first.values(rows())["values"], second.values(rows())["values"])

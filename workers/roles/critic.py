@@ -113,7 +113,7 @@ class CriticWorker(TrainedWorker, ValueWorker):
     role = "critic"
 
     @dispatch("all")
-    def save(self, directory: Path, in_background: bool = False) -> None:
+    def save(self, directory: Path | str, in_background: bool = False) -> None:
         """Writes the training state, with the value head; ``in_background`` as the actor's."""
         self.model.save(directory, in_background, export=False)
 
@@ -124,13 +124,13 @@ class RewardModelWorker(CriticWorker):
     role = "actor"
 
     @dispatch("all")
-    def save(self, directory: Path, in_background: bool = False) -> None:
+    def save(self, directory: Path | str, in_background: bool = False) -> None:
         """As the actor's; the exported model has no language-model head, and the value head in a file of its own."""
         self.model.save(directory, in_background)
         weight: Any = head_of(self).weight
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight  # all ranks take part
         if self.model.ranks.is_first:
-            folder = directory / "huggingface"
+            folder = Path(directory) / "huggingface"
             folder.mkdir(parents=True, exist_ok=True)
             with writing(folder / HEAD_FILE):
                 save_file({"weight": whole.detach().float().cpu().contiguous()}, folder / HEAD_FILE)

@@ -241,7 +241,7 @@ class TrainedWorker(ModelWorker):
         self.module.forget_features()
 
     @dispatch("all")
-    def save(self, directory: Path, in_background: bool = False) -> None:
+    def save(self, directory: Path | str, in_background: bool = False) -> None:
         """Writes the weights as a Hugging Face checkpoint, adapters merged, and the training state next to it.
 
         It may be called at any time and does not change the training; gradients are not written. With ``in_background`` it
@@ -258,7 +258,7 @@ class TrainedWorker(ModelWorker):
         self.model.saving.finish()
 
     @dispatch("all")
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path | str) -> None:
         """Reads what `save` wrote, to the last bit, and clears the gradients.
 
         Raises:

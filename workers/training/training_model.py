@@ -466,7 +466,7 @@ class TrainingModel:
             for name, weight in all_adapter_weights(self.module.model, self.ranks, dtype):
                 yield name, self.residence.outlasting(weight)
 
-    def save(self, directory: Path, in_background: bool = False, export: bool = True) -> None:
+    def save(self, directory: Path | str, in_background: bool = False, export: bool = True) -> None:
         """Writes the training state and, with ``export``, a Hugging Face checkpoint next to it; see `Saving`.
 
         The checkpoint has the dtype that the model computes in, the training state float32.
@@ -478,12 +478,12 @@ class TrainingModel:
             self.residence.wait_for_moments()
             if export:
                 self.saving.save_all(
-                    directory, self.module, self.optimizer, self.ranks, in_background, self.precision.dtype
+                    Path(directory), self.module, self.optimizer, self.ranks, in_background, self.precision.dtype
                 )
             else:
-                self.saving.save_training(directory, self.module, self.optimizer, in_background)
+                self.saving.save_training(Path(directory), self.module, self.optimizer, in_background)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path | str) -> None:
         """Reads what `save` wrote, in this layout or another, and clears the gradients; a frozen model reads only weights.
 
         Raises:
@@ -494,9 +494,9 @@ class TrainingModel:
         with self.residence.using(moments=True, changes=True, loads=True):
             self.residence.wait_for_moments()
             if self._optimizer is None:
-                load_model_weights(directory, self.module, self.ranks)
+                load_model_weights(Path(directory), self.module, self.ranks)
             else:
-                load_training_state(directory, self.module, self._optimizer, self.ranks)
+                load_training_state(Path(directory), self.module, self._optimizer, self.ranks)
 
 
 @dataclass(eq=False, repr=False)
