@@ -7,6 +7,7 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, RewardError
 from recipes.demo.tiny_model import make_tiny_model
+from recipes.rewards import as_reward_function
 from workers import ActorConfig, PolicyConfig, RewardWorker, launch
 
 
@@ -98,6 +99,19 @@ def test_a_role_that_was_not_launched_is_an_error_that_says_how(checkpoint):
             _ = roles.reward
     with pytest.raises(InvalidConfig, match="'local'"):
         launch(actor=ActorConfig(checkpoint), on="the moon")
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == ground_truth)
+
+
+def test_a_reward_of_another_form_is_refused_at_the_start_and_adapted_by_name(checkpoint):
+    for wrong in (compute_score, lambda prompts, completions: [0.0], 3):
+        with pytest.raises(RewardError, match="as_reward_function"), launch(ActorConfig(checkpoint), reward=wrong):
+            pass
+    with launch(ActorConfig(checkpoint), reward=as_reward_function(compute_score)) as roles:
+        data = responses(roles.reward.worker, "0", "x")
+        assert roles.reward.score(data)["score"].tolist() == [1.0, 0.0]
 
 
 def test_a_frozen_reference_has_no_gradients(checkpoint):

@@ -1,5 +1,6 @@
 """The role that scores responses, by a function or by a model."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,15 @@ class RewardWorker:
     """Decodes responses and scores them with a function."""
 
     def __init__(self, score_rows: RewardFunction, model_path: str, ranks: Ranks | None = None) -> None:
-        """``model_path`` is the directory of the responses' tokenizer; ``ranks`` score together, as those of a model do."""
+        """``model_path`` is the directory of the responses' tokenizer; ``ranks`` score together, as those of a model do.
+
+        Raises:
+            RewardError: ``score_rows`` takes something else than one list of rows, as functions of verl's and TRL's forms do.
+        """
+        try:
+            inspect.signature(score_rows).bind([])
+        except TypeError as error:
+            raise RewardError(f"reward {score_rows}: {error}; see recipes.rewards.as_reward_function") from error
         check_ready(score_rows)
         self.score_rows = score_rows
         self.ranks = ranks or Ranks()
