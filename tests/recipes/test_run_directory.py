@@ -16,7 +16,7 @@ from recipes.data.mixture import Mixture
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.options.config_file import CONFIG_FILE
 from recipes.options.names import CHANGEABLE
-from recipes.run import RunConfig
+from recipes.run import RunConfig, recorded_run
 from recipes.run.checkpoints import STATE_FILE, restore
 from recipes.run.run_directory import RecordedRun, open_run_directory, over_epochs, with_function
 from recipes.sft import SFTConfig
@@ -37,6 +37,11 @@ def opened(given):
 
 def rates(given: SFTConfig, begin: int, end: int) -> list[float]:
     return [learning_rate_factor(2 * step, given.optimizer) for step in range(begin, end)]
+
+
+def test_a_directory_may_be_a_string(tmp_path):
+    with recorded_run(RunConfig(output_dir=str(tmp_path / "run"))):
+        assert (tmp_path / "run").is_dir()
 
 
 @pytest.mark.parametrize("body", ["def own(step): return 1.0", "def own(step, total): return None"])

@@ -55,6 +55,7 @@ class RunConfig:
     console_columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "output_dir", Path(self.output_dir))
         check_at_least(1, self, "steps", "keep_checkpoints", "epochs")
         check_at_least(0, self, "eval_every", "save_every")
         if self.keep_best and not self.eval_every:
