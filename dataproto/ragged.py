@@ -363,8 +363,7 @@ class RaggedTensor:
     def _filled(self, side: Side) -> np.ndarray:
         if side not in ("left", "right"):
             raise InvalidConfig(f"padding goes to the left or to the right, not to {side!r}")
-        places = np.arange(int(self._lengths.max(initial=0)))
-        filled: np.ndarray = places < self._lengths[:, None]
+        filled: np.ndarray = np.arange(int(self._lengths.max(initial=0))) < self._lengths[:, None]
         return filled if side == "right" else filled[:, ::-1].copy()
 
     def to_padded(self, side: Side = "right", value: float = 0) -> torch.Tensor:

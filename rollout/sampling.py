@@ -195,8 +195,7 @@ def derive_seed(*parts: int | str) -> int:
     >>> derive_seed(0, "1-7", 3) == derive_seed(0, "1-7", 4)
     False
     """
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def turn_seed(seed: int, turn: int) -> int:

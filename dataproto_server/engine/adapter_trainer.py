@@ -62,8 +62,7 @@ def adapted_log_probs(
     if not bool((places.diff() >= 0).all()):
         return _once_each(states, weight, places, targets, pair, scaling, chunk_elements)
     size = chunk_size(len(weight), states.device, chunk_elements)
-    starts = torch.arange(0, len(states), size)
-    bounds = [*torch.searchsorted(places, starts).tolist(), len(places)]
+    bounds = [*torch.searchsorted(places, torch.arange(0, len(states), size)).tolist(), len(places)]
     places, targets = move(places, states.device), move(targets, states.device)
     return _AdaptedLogProbs.apply(states, weight, places, targets, _Settings(scaling, size, bounds), *(pair or ()))
 

@@ -234,8 +234,7 @@ class TurnRequests:
             return None
         _, request = self.first_turn(episode.start, first)
         for turn, observation in zip(episode.turns, others, strict=True):
-            shown = self.renderer.turn(observation, turn.token_ids[-1])
-            request = self.continued(request, turn.token_ids, shown)
+            request = self.continued(request, turn.token_ids, self.renderer.turn(observation, turn.token_ids[-1]))
         request = episode.next_of(request)
         return EpisodeRow(len(episode.turns), request, request, omitted)
 

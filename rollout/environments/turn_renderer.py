@@ -282,8 +282,7 @@ def _image_key(image: Image.Image) -> tuple[Any, ...]:
     pixels = blake2b(image.tobytes(), digest_size=16).digest()  # first: what is told of the pixels may follow them
     turned = image.getexif().get(ExifTags.Base.Orientation)
     file = image.format if image.mode in ("I", "L", "RGB") else None  # without one, nothing of these is transparent
-    meaning = image.mode, image.size, file, turned
-    return *meaning, repr(image.info.get("transparency")), pixels
+    return image.mode, image.size, file, turned, repr(image.info.get("transparency")), pixels
 
 
 def _parts(content: Content, pixels: bool = False) -> list[dict[str, Any]]:

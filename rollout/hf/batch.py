@@ -161,8 +161,7 @@ class Batch:
 def stack_prefixes(prefixes: list[Prefix], cache: DynamicCache, device: torch.device) -> tuple[DynamicCache, Tensor]:
     """The empty ``cache`` with one row for each prefix, and its attention mask ``(W, T)`` int64."""
     length = max(prefix.cached_tokens for prefix in prefixes)
-    caches = [prefix.cache or [] for prefix in prefixes]
-    for number, layers in enumerate(zip(*caches, strict=True)):
+    for number, layers in enumerate(zip(*(prefix.cache or [] for prefix in prefixes), strict=True)):
         fill_layer(cache, number, layers, length)
     places = torch.arange(length, device=device)
     starts = move(torch.tensor([length - prefix.cached_tokens for prefix in prefixes]), device)

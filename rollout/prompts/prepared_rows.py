@@ -170,5 +170,4 @@ def row_digest(prompt: Prompt, salt: int | None = None) -> str:
         (name, str(value)) for name, value in prompt.columns.items() if isinstance(value, str | int | float)
     )
     media = [medium.key for medium in by_kind(prompt.media)]
-    content = (salt, prompt.input_ids.tobytes(), media, values)
-    return blake2b(repr(content).encode(), digest_size=8).hexdigest()
+    return blake2b(repr((salt, prompt.input_ids.tobytes(), media, values)).encode(), digest_size=8).hexdigest()

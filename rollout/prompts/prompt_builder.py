@@ -397,8 +397,7 @@ class PromptBuilder:
         encoded = encoded_image(source, root)
         if encoded is None:
             return load_image(source, root)
-        key = blake2b(encoded, digest_size=32).digest()
-        return self._processed.once(key, lambda: load_image(source, root))
+        return self._processed.once(blake2b(encoded, digest_size=32).digest(), lambda: load_image(source, root))
 
     def read_frames(self, conversation: Conversation, root: Any) -> tuple[ProcessedVideo, ...]:
         """The videos, if the prompt shows their frames as images: its text depends on them."""

@@ -110,8 +110,7 @@ def pair_frames(patches: Tensor, frames: int, step: int, patch_size: int) -> Ten
     """
     split = patches.view(frames, -1, patches.shape[1] // (step * patch_size**2), step, patch_size**2)[:, :, :, 0]
     split = torch.cat([split, split[-1:].expand(-frames % step, -1, -1, -1)])
-    times = split.unflatten(0, (-1, step)).permute(0, 2, 3, 1, 4)
-    return times.reshape(-1, patches.shape[1])
+    return split.unflatten(0, (-1, step)).permute(0, 2, 3, 1, 4).reshape(-1, patches.shape[1])
 
 
 def read_video(source: Any, root: Root = None, patch_size: int = 14) -> tuple[np.ndarray, dict[str, Any]]:

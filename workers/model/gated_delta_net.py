@@ -85,8 +85,7 @@ def gated_delta_rule(
         new = written[:, :, place] - erased[:, :, place] @ state
         outputs.append(reads[:, :, place] @ state + inside[:, :, place] @ new)
         state = state * whole[:, :, place] + keys[:, :, place] @ new
-    out = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length]
-    return out.transpose(1, 2).to(dtype), state
+    return torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length].transpose(1, 2).to(dtype), state
 
 
 def _decays_between(g: Tensor) -> Tensor:

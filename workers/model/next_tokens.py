@@ -76,8 +76,7 @@ class Pairs:
 
 def _sums(chosen: Tensor, bounds: Tensor) -> Tensor:
     """How many of ``chosen (n,)`` bool are true between each two of the ``bounds``."""
-    sums = torch.nn.functional.pad(chosen.cumsum(0), (1, 0))
-    return sums[bounds].diff()
+    return torch.nn.functional.pad(chosen.cumsum(0), (1, 0))[bounds].diff()
 
 
 def predicted_states(
