@@ -32,9 +32,9 @@ def geo3k_reward(rows: Sequence[RewardRow], checker: AnswerChecker | None = None
     (``examples/reward_function/math.py``).
 
     ``acc`` is 1 if mathruler finds the content of the last ``\boxed{}`` equal to the ground truth, else 0. A unit or a degree
-    sign that only one of the two has does not count, nor how a minus is written; see `without_unit`. (mathruler, and so verl,
-    ignores some units; there an answer with a hyphen never equals a truth with a typographic minus.) A
-    comparison that exceeds the time limit of the checker counts as wrong; see `AnswerChecker`.
+    sign that only one of the two has does not count, nor that the minus of the truth is a typographic one; see `without_unit`.
+    (mathruler, and so verl, ignores some units; there an answer with a hyphen never equals such a truth.) A comparison that
+    exceeds the time limit of the checker counts as wrong; see `AnswerChecker`.
 
     Args:
         rows: the responses and their ground truths.
@@ -91,12 +91,14 @@ def truth_text(truth: Any) -> str:
 
 
 def without_unit(answer: str, truth: str) -> tuple[str, str]:
-    r"""An answer and a ground truth without their units, unless their units differ. A typographic minus (U+2212) is a hyphen.
+    r"""An answer and a ground truth without their units, unless their units differ. A typographic minus (U+2212) of the truth
+    may be a hyphen in the answer.
 
     >>> without_unit("65°", "65"), without_unit("12", "12 cm"), without_unit("12 m", "12 cm")
     (('65', '65'), ('12', '12'), ('12 m', '12 cm'))
     """
-    answer, truth = (text.replace("\N{MINUS SIGN}", "-") for text in (answer, truth))
+    if "\N{MINUS SIGN}" in truth:  # which no answer with a hyphen equals
+        answer, truth = (text.replace("\N{MINUS SIGN}", "-") for text in (answer, truth))
     found = [_UNIT.search(text[-_LONGEST_UNIT:]) for text in (answer, truth)]
     if len({_NOT_OF_A_UNIT.sub("", unit[0]) for unit in found if unit}) > 1:
         return answer, truth

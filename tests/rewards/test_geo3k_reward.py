@@ -62,7 +62,7 @@ def test_a_response_that_is_slow_for_the_pattern_is_fast():
         (r"\boxed{65", "65", 0.0, 0.0, 0.0),
         ("no box", "None", 0.0, 0.0, 0.0),
         (r"\boxed{-5}", "\N{MINUS SIGN}5", 0.9, 1.0, 0.0),
-        ("\\boxed{\N{MINUS SIGN}5 cm}", "-5", 0.9, 1.0, 0.0),
+        ("\\boxed{\N{MINUS SIGN}5 cm}", "\N{MINUS SIGN}5", 0.9, 1.0, 0.0),
         (r"\boxed{65}", 65, 0.9, 1.0, 0.0),
     ],
 )
