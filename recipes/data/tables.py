@@ -255,7 +255,7 @@ def features_of(table: Any) -> Mapping[str, Any]:
 
 
 def _were_integers(table: Any, name: str) -> bool:
-    """Whether a column of floats has missing values and else integers: pandas has no integers beside missing values."""
+    """Whether a column of floats has missing values and all others are whole: pandas stores integers as floats then."""
     from pyarrow import compute
 
     if not hasattr(table, "data"):

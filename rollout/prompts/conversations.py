@@ -108,8 +108,8 @@ class SupervisedBuilder(PromptBuilder):
         return pieces
 
     def _check_thoughts(self, conversation: Conversation, place: int, before: str, whole: str) -> None:
-        """Raises `InvalidPrompt` if the thoughts of message ``place`` are not the only ones of its turn: the template leaves out
-        those beside its text, writes some of its own in addition to those in it, or ends them in the prompt ``before`` it.
+        """Raises `InvalidPrompt` if the turn of message ``place`` would not have exactly the thoughts of that message: the
+        template does not write them, writes thoughts of its own too, or ends them in the prompt ``before`` the answer.
         """
         begin, end = THOUGHTS
         for name in REASONING:

@@ -327,7 +327,7 @@ def _part(part: Any, found: list[tuple[str, Any]]) -> dict[str, Any]:
     place = found.count((_KINDS[kind], None))
     if of_row and payload.get("index", place) != place:  # TRL's data number the pictures of a row
         raise InvalidPrompt(
-            f"a part shows {kind} {payload['index']} of the row, but they are shown in their order, here {place}: sort them"
+            f"a part shows {kind} {payload['index']} of the row, but its place is {place}: put the column in that order"
         )
     found.append((_KINDS[kind], None if of_row else payload))
     return {"type": _KINDS[kind]}

@@ -85,8 +85,8 @@ class _Decoding:
         if plan is None or slots is None or begins or own.finished_req_ids or own.pause_state:
             return None
         names, rows, longest = plan.scheduled_cached_reqs.req_ids, own.running, own.max_model_len
-        unsettled = slots.settled * (1 + drafts)
-        settled = all(decodes(row, longest, drafts) and row.num_output_tokens >= unsettled for row in rows)
+        least = slots.settled * (1 + drafts)
+        settled = all(decodes(row, longest, drafts) and row.num_output_tokens >= least for row in rows)
         if names != [row.request_id for row in rows] or not settled:
             return None
         ahead, manager = own.num_lookahead_tokens, own.kv_cache_manager

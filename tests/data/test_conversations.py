@@ -132,6 +132,6 @@ def test_parts_that_number_the_pictures_of_a_row_number_them_in_order():
 
     assert chat(0, 1).media == chat(None, None).media == ["a.png", "b.png"]
     with pytest.raises(
-        InvalidPrompt, match="a part shows image 1 of the row, but they are shown in their order, here 0"
+        InvalidPrompt, match="a part shows image 1 of the row, but its place is 0: put the column in that order"
     ):
         chat(1, 0)
