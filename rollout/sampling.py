@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from dataproto.errors import NonFiniteLogits
 from dataproto.transfer import move
@@ -145,6 +146,12 @@ def sample(
         banned_ids: have no probability under the policy.
         undrawn_ids: have one, and are never drawn.
     """
+    whole = (sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0, 0.0) and not undrawn_ids
+    if logits.device.type == "cuda" and sampling.temperature and whole and has_triton():
+        from rollout.fused_sampling import draw
+
+        banned = ids_on(tuple(banned_ids), logits.device) if banned_ids else None
+        return draw(policy_logits_(logits.float(), 1.0, banned), sampling.temperature, numbers)
     log_probs = policy_log_probs_(logits, sampling.temperature or 1.0, banned_ids)
     drawn = log_probs
     if undrawn_ids:

@@ -331,6 +331,7 @@ def test_whole_engines_run_on_the_second_runner() -> None:
     """Tests of engines once more, with Triton's interpreter, by which vLLM takes its second runner on a CPU."""
     folder = Path(__file__).parent
     tests = [
+        "test_fused_sampling.py",
         "test_vllm_speculation.py",
         "test_vllm_recurrent.py::test_whatever_is_drafted_tokens_and_log_probs_are_equal",
         "test_vllm_recurrent.py::test_a_plan_with_drafts_used_again_is_the_one_that_vllm_makes",
