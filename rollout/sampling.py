@@ -147,7 +147,7 @@ def sample(
         undrawn_ids: have one, and are never drawn.
     """
     whole = (sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0, 0.0) and not undrawn_ids
-    if logits.device.type == "cuda" and sampling.temperature and whole and has_triton():
+    if whole and logits.device.type == "cuda" and has_triton():
         from rollout.fused_sampling import draw
 
         banned = ids_on(tuple(banned_ids), logits.device) if banned_ids else None

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.sampling import draw_tokens, policy_log_probs_, uniforms
+from rollout.fused_sampling import draw
+from rollout.sampling import draw_tokens, ids_on, policy_log_probs_, policy_logits_, uniforms
 from rollout.vllm.sampler import CLOSED
 from rollout.vllm.second_runner import SecondRunnerSampler
 
@@ -108,9 +109,12 @@ class HeadDrafts:
     def _choose(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """The tokens ``(B,)`` int64 that a step of the head drafts."""
         logits = self._speculator.compute_draft_logits(hidden_states, 0)
-        temperatures = self._temperatures[: len(logits), None]
         step = self._speculator.current_draft_step.expand(len(logits), 1)
         numbers = self._numbers[: len(logits)].gather(1, step).squeeze(1)
-        tempered = logits.float().div_(temperatures.where(temperatures > 0, 1.0))
+        tempered, temperatures = logits.float(), self._temperatures[: len(logits)]
+        if tempered.device.type == "cuda":
+            banned = ids_on(tuple(self._banned_ids), logits.device) if self._banned_ids else None
+            return draw(policy_logits_(tempered, 1.0, banned), temperatures, numbers)[0]
+        tempered.div_(temperatures[:, None].where(temperatures[:, None] > 0, 1.0))
         log_probs = policy_log_probs_(tempered, 1.0, self._banned_ids)
-        return draw_tokens(log_probs.exp(), numbers).where(temperatures.squeeze(1) > 0, log_probs.argmax(-1))
+        return draw_tokens(log_probs.exp(), numbers).where(temperatures > 0, log_probs.argmax(-1))

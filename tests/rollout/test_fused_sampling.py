@@ -34,6 +34,23 @@ def test_tokens_and_log_probs_are_those_of_the_operations(words, scale, temperat
     assert (tokens == draw_tokens(expected.exp(), numbers)).sum() >= 23
 
 
+def test_each_row_has_its_temperature_and_0_is_greedy():
+    from rollout.fused_sampling import draw
+
+    generator = torch.Generator().manual_seed(2)
+    logits, numbers = torch.randn(4, 5000, generator=generator), torch.rand(4, dtype=torch.float64, generator=generator)
+    logits[2, [17, 4000]] = 9.0  # the first of equals
+    temperatures = torch.tensor([1.0, 0.0, 0.0, 0.5])
+    tokens, log_probs = draw(logits, temperatures, numbers)
+    assert tokens[1:3].tolist() == logits[1:3].argmax(-1).tolist()
+    assert tokens[2] == 17
+    for row in (0, 3):
+        alone = draw(logits[row : row + 1], float(temperatures[row]), numbers[row : row + 1])
+        assert (int(alone[0]), float(alone[1])) == (int(tokens[row]), float(log_probs[row]))
+    expected = logits[1:3].log_softmax(-1).amax(-1)
+    torch.testing.assert_close(log_probs[1:3], expected, atol=3e-5, rtol=0)
+
+
 def test_a_row_does_not_depend_on_others():
     from rollout.fused_sampling import draw
 
