@@ -87,6 +87,7 @@ class PolicySampler(Sampler):
         self.found = torch.zeros(0, 1 + FIRST_COLUMNS, device=self.device)
         # At the first token of each step of a row the number of its drafts and 1, else 0; if the engine drafts any.
         self.begun = torch.zeros(0, 1 + FIRST_COLUMNS, dtype=torch.int16, device=self.device)
+        self._one = torch.ones(1, dtype=torch.int16, device=self.device)  # a number of the host would be waited for
         self._sent_before: dict[Any, Tensor] = {}
         self._free: list[int] = []
         self._rows = np.zeros(0, dtype=np.int64)  # the slots of the rows of a step
@@ -273,7 +274,8 @@ class PolicySampler(Sampler):
             tokens, values = tokens[order], values[order]
         self.found[slots, places] = values
         if self.takes_drafts:
-            self.begun[slots, places] = 1 if begun is None else self._shared(begun.astype(np.int16))
+            counts = self._one if begun is None else self._shared(begun.astype(np.int16))
+            self.begun.index_put_((slots, places), counts)
         return tokens
 
     def _places(self, rows: np.ndarray, steps: np.ndarray, discarded: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:

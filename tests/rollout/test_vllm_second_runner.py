@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollout.engine import SamplingParams
 from rollout.sampling import sample, uniforms
@@ -73,6 +74,33 @@ def test_rows_are_found_by_their_places_in_the_runner(runner: SimpleNamespace) -
     assert found.num_rejected.tolist() == [0, 0]
     assert sampler.log_probs(second, 1) == pytest.approx([wanted[0][1]], abs=1e-6)
     assert sampler.log_probs(first, 3)[2] == pytest.approx(wanted[1][1], abs=1e-6)
+
+
+class Stored(TorchDispatchMode):
+    """Notes the numbers of dimensions of what is stored at indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dimensions: list[int] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is torch.ops.aten.index_put_.default:
+            self.dimensions.append(args[2].ndim)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_step_without_drafts_waits_for_no_device_where_the_engine_drafts(runner: SimpleNamespace) -> None:
+    """To store a number of the host at indices, torch copies it, and the host waits until the device has done all of its work."""
+    from rollout.vllm.second_runner import SecondRunnerSampler
+
+    runner.speculative_config = SimpleNamespace()
+    sampler = SecondRunnerSampler(runner)
+    slots = [begin(sampler, place, seed=1, sampling=SamplingParams(max_tokens=4)) for place in (0, 3)]
+    with Stored() as stored:
+        sampler(torch.zeros(2, VOCABULARY), batch_of([0, 3], computed=[0, 0], scheduled=[5, 2], prefill=[5, 2]))
+    assert [sampler.drafted_and_accepted(slot, 1) for slot in slots] == [(0, 0), (0, 0)]
+    assert stored.dimensions
+    assert min(stored.dimensions) == 1
 
 
 def test_a_prompt_that_is_read_in_parts_samples_nothing(runner: SimpleNamespace) -> None:
