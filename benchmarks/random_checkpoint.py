@@ -15,11 +15,13 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or ".").resolve() != HERE)]
 
 import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoImageProcessor, Qwen2_5_VLConfig  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 
 from benchmarks.workload import TEXT, VISION, VOCABULARY, model_config  # noqa: E402
 from dataproto.vlm import family_of  # noqa: E402
+from dataproto.vlm.prediction_head import PredictionHead  # noqa: E402
 from recipes.demo.tiny_model import make_tiny_model  # noqa: E402
 
 
@@ -44,6 +46,7 @@ def write(path: Path, size: str, weights: bool = True) -> Path:
         torch.set_default_dtype(torch.float32)
     for file in path.glob("*.safetensors"):
         file.unlink()
+    _add_head(path, model)
     if weights:
         model.save_pretrained(path)
         return path
@@ -51,6 +54,17 @@ def write(path: Path, size: str, weights: bool = True) -> Path:
     model.config.save_pretrained(path)
     model.generation_config.save_pretrained(path)
     return path
+
+
+def _add_head(path: Path, model: Any) -> None:
+    """Writes a head that drafts, if the model's family has one; without the other weights too, since its names tell of it."""
+    family = family_of(model.config)
+    if family.prediction_head is None:
+        return
+    head = PredictionHead(family, model).bfloat16()
+    tensors = {f"{family.prediction_head}{name}": weight for name, weight in head.state_dict().items()}
+    save_file(tensors, path / "model-mtp.safetensors", {"format": "pt"})
+    model.config.text_config.mtp_num_hidden_layers = 1
 
 
 MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
