@@ -21,7 +21,8 @@ from torch import Tensor
 NGRAM_SIZES = (4, 2)
 """How many last tokens are looked up, largest first."""
 TRIAL = 3
-"""The number of passes with drafts, and then without, by which the two are compared. None of them reads a prompt."""
+"""The number of passes with drafts, and then without, by which the two are compared. None of them reads a prompt, or comes
+directly after one of the other kind."""
 AGAIN = 64, 256, 1024
 """After so many passes the two are compared again, and after each further 1,024."""
 
@@ -34,22 +35,26 @@ class _Comparison:
     """Tokens a row and seconds of each compared pass, without drafts and with them."""
     number: int = 0  # of passes until now
 
+    @property
+    def done(self) -> bool:
+        """Whether enough passes of both kinds were compared."""
+        return all(len(part) >= TRIAL for part in self.passes)
+
     def drafts(self) -> bool:
         """Whether the next pass has drafts."""
-        without, with_drafts = self.passes
-        if len(with_drafts) < TRIAL or len(without) < TRIAL:
-            return len(with_drafts) < TRIAL
+        if not self.done:
+            return len(self.passes[1]) < TRIAL
         rates = [
             mean(tokens) / median(seconds) for tokens, seconds in (zip(*part, strict=True) for part in self.passes)
         ]
         return rates[1] > rates[0]
 
-    def note(self, drafted: bool, tokens: float, seconds: float) -> None:
-        """A pass has given so many tokens a row."""
+    def note(self, drafted: bool, tokens: float, seconds: float, changed: bool) -> None:
+        """A pass has given so many tokens a row. If it ``changed`` the way, it took time that the next ones do not take."""
         self.number += 1
         if self.number in AGAIN or not self.number % AGAIN[-1]:
             self.passes = [], []
-        elif len(self.passes[drafted]) < TRIAL:
+        elif not changed and len(self.passes[drafted]) < TRIAL:
             self.passes[drafted].append((tokens, seconds))
 
 
@@ -62,22 +67,30 @@ class Payoff:
 
     def restart(self) -> None:
         """The pass that is running is not compared: it reads a prompt, or is the first one."""
-        self._began = 0, 0.0  # binary digits of its number of rows, and its beginning
+        # Binary digits of its number of rows, whether the pass before had drafts, and its beginning.
+        self._began = 0, False, 0.0
 
     def passed(self, rows: int, tokens: int, drafted: bool) -> None:
         """A pass has ended that gave ``tokens`` to ``rows``, and another one runs."""
         now, digits = perf_counter(), rows.bit_length()
-        before, began = self._began
+        before, had_drafts, began = self._began
         if rows and before == digits:
-            self._of(rows).note(drafted, tokens / rows, now - began)
-        self._began = digits, now
+            self._of(rows).note(drafted, tokens / rows, now - began, changed=drafted != had_drafts)
+        self._began = digits, drafted, now
 
-    def drafts(self, rows: int) -> bool:
-        """Whether the next pass over so many rows has drafts."""
-        return self._of(rows).drafts()
+    def drafts(self, rows: int, reads: bool = False) -> bool:
+        """Whether the next pass over so many rows has drafts. If it ``reads`` a prompt, it is not compared, and tries none."""
+        compared = self._of(rows)
+        return compared.drafts() and (compared.done or not reads)
 
     def _of(self, rows: int) -> _Comparison:
-        return self._compared.setdefault(rows.bit_length(), _Comparison())
+        """At first what is known of more rows, if drafts pay there, or of fewer, if they do not."""
+        compared = self._compared.setdefault(digits := rows.bit_length(), _Comparison())
+        if not compared.number:
+            nearest = sorted(self._compared.items(), key=lambda other: abs(other[0] - digits))
+            known = (each.passes for size, each in nearest if each.done and each.drafts() == (size > digits))
+            compared.passes = next(known, compared.passes)
+        return compared
 
 
 @dataclass(eq=False)

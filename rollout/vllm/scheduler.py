@@ -109,17 +109,21 @@ class _Decoding:
         """Called with each plan; see vLLM. Says how many tokens the head drafts after this step, for the next."""
         own: Any = self
         if self._by_head:
-            drafts = self._payoff is None or self._payoff.drafts(len(plan.num_scheduled_tokens))
+            drafts = self._payoff is None or self._payoff.drafts(len(plan.num_scheduled_tokens), self._reads(plan))
             plan.num_spec_tokens_to_schedule = own.num_spec_tokens if drafts else 0
         super()._update_after_schedule(plan)  # type: ignore[misc]
+
+    def _reads(self, plan: Any) -> bool:
+        """Whether some row reads more than its last token and drafts."""
+        drafted = sum(map(len, plan.scheduled_spec_decode_tokens.values()))
+        return bool(plan.total_num_scheduled_tokens != len(plan.num_scheduled_tokens) + drafted)
 
     def _note_pass(self, plan: Any, sampled: Sequence[Sequence[int]]) -> None:
         """A step has ended in which each row ``sampled`` these tokens."""
         own: Any = self
         rows, drafts = plan.num_scheduled_tokens, plan.scheduled_spec_decode_tokens
         if self._payoff is not None:
-            reads = plan.total_num_scheduled_tokens != len(rows) + sum(map(len, drafts.values()))
-            if reads or not any(name in own.requests for name in rows):  # it ended an earlier run
+            if self._reads(plan) or not any(name in own.requests for name in rows):  # it ended an earlier run
                 self._payoff.restart()
             self._payoff.passed(len(rows), sum(map(len, sampled)), bool(drafts))
 

@@ -127,11 +127,14 @@ class Device:
 
 @pytest.mark.parametrize(("kept", "faster"), [(0, False), (1, False), (2, True)])
 def test_an_engine_goes_on_in_the_way_that_gives_more_tokens_a_second(kept, faster, monkeypatch):
-    """Three passes with drafts and three without are compared after that with prompts, and after 64, 256 and each 1024."""
+    """Three passes with drafts and three without are compared after that with prompts, and after 64, 256 and each 1024. The first
+    pass in another way than the one before is not compared.
+    """
     assert (TRIAL, *AGAIN) == (3, 64, 256, 1024)
     expected = [faster] * 3100
     for first in (1, 65, 257, 1025, 2049, 3073):
-        expected[first : first + 6] = [True] * 3 + [False] * 3
+        changes = not faster and first > 1
+        expected[first : first + 7 + changes] = [True] * (3 + changes) + [False] * 4
     expected[0] = True
     found = Device(2.0, kept, monkeypatch).passes(3100)
     assert [at for at in range(3100) if found[at] != expected[at]] == []
@@ -139,29 +142,53 @@ def test_an_engine_goes_on_in_the_way_that_gives_more_tokens_a_second(kept, fast
 
 def test_a_way_that_has_become_faster_is_taken(monkeypatch):
     device = Device(2.0, 0, monkeypatch)
-    assert device.passes(64)[7:] == [False] * 57
+    assert device.passes(64)[8:] == [False] * 56
     device.kept = 3
-    assert device.passes(100)[9:] == [True] * 91
+    assert device.passes(100)[11:] == [True] * 89
 
 
 def test_few_rows_may_have_drafts_where_many_have_none(monkeypatch):
     device = Device(1.5, 0, monkeypatch)
-    assert not any(device.passes(60, rows=8)[7:])
+    assert not any(device.passes(60, rows=8)[8:])
     device.kept = 1
-    assert all(device.passes(60, rows=2)[7:])
+    assert all(device.passes(60, rows=2)[8:])
     device.kept = 0
     assert not any(device.passes(3, rows=8))
 
 
+def test_drafts_that_pay_for_many_rows_are_not_compared_again_for_fewer_at_once(monkeypatch):
+    device = Device(1.5, 1, monkeypatch)
+    assert device.passes(60, rows=8)[8:] == [True] * 52
+    assert device.passes(60, rows=4) == [True] * 60
+    assert device.passes(60, rows=1) == [True] * 60
+    assert False in device.passes(20, rows=16)
+
+
+def test_no_draft_is_tried_while_prompts_are_read(monkeypatch):
+    payoff, now = Payoff(), 0.0
+    monkeypatch.setattr("rollout.drafts.perf_counter", lambda: now)
+    assert not payoff.drafts(8, reads=True)
+    assert payoff.drafts(8)
+    drafted = True
+    for _ in range(8):
+        payoff.passed(8, 8 * (1 + drafted), drafted)
+        drafted = payoff.drafts(8)
+        now += 1.5 if drafted else 1.0
+    assert payoff.drafts(8, reads=True)
+
+
 @pytest.mark.parametrize(("kept", "faster"), [(1, False), (2, True)])
 def test_passes_are_compared_where_the_next_two_are_planned_already(kept, faster, monkeypatch):
-    """As vLLM plans them: what a pass had is told when it has ended, and by then it is settled what the next two have."""
+    """As vLLM plans them: what a pass had is told when it has ended, and by then it is settled what the next two have.
+
+    A pass in another way than the one before lasts longer.
+    """
     payoff, now, found = Payoff(), [0.0], [True, True]
     monkeypatch.setattr("rollout.drafts.perf_counter", lambda: now[0])
     payoff.passed(4, 4, found[0])
     for number in range(60):
         found.append(payoff.drafts(4))
-        now[0] += 2.0 if found[number] else 1.0
+        now[0] += (2.0 if found[number] else 1.0) + 4.0 * (found[number] != found[max(number - 1, 0)])
         payoff.passed(4, 4 * (1 + kept * found[number]), found[number])
     assert found[2:3] == [True]
     assert found[12:] == [faster] * 50

@@ -140,14 +140,14 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
     for name in ("responses", "response_mask", "rollout_log_probs"):
         assert torch.equal(found[name], wrong[name]), name
     monkeypatch.setattr(engine.engine.engine_core.engine_core.scheduler, "_payoff", Payoff())
-    monkeypatch.setattr(Payoff, "drafts", lambda payoff, rows: False)
+    monkeypatch.setattr(Payoff, "drafts", lambda *_, **__: False)
     plain = generate(setup, engine, sampling)
     assert plain["response_mask"].any(1).all()
     assert plain["drafted_tokens"].sum() == plain["accepted_tokens"].sum() == 0
     rows_may_read_fewer_tokens(monkeypatch)
     monkeypatch.setattr(engine.sampler, "_own_propose", own)
     turns = Random(0)
-    monkeypatch.setattr(Payoff, "drafts", lambda payoff, rows: turns.random() < 0.5)
+    monkeypatch.setattr(Payoff, "drafts", lambda *_, **__: turns.random() < 0.5)
     mixed = generate(setup, engine, sampling)
     assert 0 < mixed["accepted_tokens"].sum() < found["accepted_tokens"].sum()
     assert 0 < mixed["drafted_tokens"].sum() < found["drafted_tokens"].sum()
@@ -177,7 +177,7 @@ def test_a_plan_with_drafts_used_again_is_the_one_that_vllm_makes(tmp_path, monk
     def plans():
         turns, found, made_before, schedule = Random(0), [], len(made), type(scheduler).schedule
         asked = iter([drafts for drafts in [turns.random() < 0.5 for _ in range(60)] for _ in range(12)])
-        monkeypatch.setattr(Payoff, "drafts", lambda payoff, rows: next(asked))
+        monkeypatch.setattr(Payoff, "drafts", lambda *_, **__: next(asked))
 
         def noted(*given):
             plan = schedule(scheduler, *given)
