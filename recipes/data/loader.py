@@ -52,6 +52,15 @@ def draws(rows: Any, seed: int, shuffle: bool = True, start: int = 0) -> Iterato
             yield f"{epoch}-{place}", place, None
 
 
+def read_draw(rows: Any, draw: Draw) -> Any:
+    """The row of a draw, or the error that says why it cannot be read."""
+    _, place, raw = draw
+    try:
+        return rows[place] if raw is None else rows.read_row(raw, place)
+    except DataProtoError as error:
+        return error
+
+
 def may_recur(rows: Any) -> bool:
     """Whether a run may meet the images of ``rows`` again: rows that are drawn say so as ``rows.recurring``, others may."""
     return bool(getattr(rows, "recurring", True))
@@ -306,19 +315,11 @@ class _Prepared(Dataset[bytes]):
 
     def __getitem__(self, draw: Draw) -> bytes:
         """For a process, which returns bytes because each tensor that it sends would use a file descriptor."""
-        return pickle.dumps(self.prepare(draw, self.read(draw)), protocol=5)
+        return pickle.dumps(self.prepare(draw, read_draw(self.rows, draw)), protocol=5)
 
     def in_threads(self, drawn: Sequence[Draw]) -> list[Prompt | _BadRow]:
         """The rows of a batch, which are read one after another: their source need not work in several threads."""
-        return self.builder.in_threads(self.prepare, drawn, [self.read(draw) for draw in drawn])
-
-    def read(self, draw: Draw) -> Mapping[str, Any] | DataProtoError:
-        """The row of a draw, or why it cannot be read."""
-        _, place, raw = draw
-        try:
-            return self.rows[place] if raw is None else self.rows.read_row(raw, place)
-        except DataProtoError as error:
-            return error
+        return self.builder.in_threads(self.prepare, drawn, [read_draw(self.rows, draw) for draw in drawn])
 
     def prepare(self, draw: Draw, row: Mapping[str, Any] | DataProtoError) -> Prompt | _BadRow:
         occurrence, index, _ = draw
