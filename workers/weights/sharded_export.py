@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -274,7 +273,7 @@ class UnusedWeights:
         if not family.unused_weights or not source:
             return
         self.files = CheckpointFiles(source, download=False)
-        unused = [name for name in self.files.names if any(fnmatchcase(name, each) for each in family.unused_weights)]
+        unused = [name for name in self.files.names if family.is_unused(name)]
         names = [] if holds_head(model, family) else unused
         with self.files.opened():
             self.sizes = {name: 2 * prod(self.files.tensor(name).shape) for name in names}  # as if in bfloat16

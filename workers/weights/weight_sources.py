@@ -4,7 +4,6 @@ import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -195,6 +194,4 @@ class ConvertedWeight:
 def _is_known(name: str, model: PreTrainedModel, family: VLMFamily) -> bool:
     """Whether a tensor that the model lacks belongs in its checkpoints all the same."""
     ignored = [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
-    if any(re.search(pattern, name) for pattern in ignored):
-        return True
-    return any(fnmatchcase(name, pattern) for pattern in family.unused_weights)
+    return any(re.search(pattern, name) for pattern in ignored) or family.is_unused(name)
