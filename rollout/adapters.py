@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto.grouping import grouped_by
 from dataproto.vlm import VLMFamily
 from rollout.engine import Request
 from rollout.image_features import KeyedInputs
@@ -88,9 +89,7 @@ class Adapter:
 
 def host_copies(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Copies of tensors in host memory, in ``dtype`` or their own. Those of one dtype and device come by one transfer."""
-    groups: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault((tensor.dtype, tensor.device), []).append(name)
+    groups = grouped_by(tensors, lambda name: (tensors[name].dtype, tensors[name].device))
     found: dict[str, Tensor] = {}
     for names in groups.values():
         flat = torch.cat([tensors[name].detach().flatten() for name in names])

@@ -32,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from dataproto.errors import MissingPackage, UnsupportedAttention
+from dataproto.grouping import grouped_by
 from dataproto.transfer import move
 from dataproto.vlm import VLMFamily
 from workers.model.patches import replace_forward, set_on_module
@@ -185,9 +186,7 @@ def _rule_for(device_type: str, dtype: torch.dtype) -> Rule:
 def _by_length(inputs: tuple[Tensor, ...], level: Level, first: Tensor | None, wants_final: bool) -> Ruled:
     """Pieces of similar lengths together, in plain torch; see `Rule`."""
     lengths = level.lengths
-    groups: dict[int, list[int]] = {}
-    for piece, length in enumerate(lengths):
-        groups.setdefault(max(length - 1, 7).bit_length(), []).append(piece)
+    groups = grouped_by(range(len(lengths)), lambda piece: max(lengths[piece] - 1, 7).bit_length())
     pieces = [x.split(lengths) for x in inputs]
     value = inputs[2]
     shape = (value.shape[1], inputs[1].shape[-1], value.shape[-1])
