@@ -21,18 +21,18 @@ from torch.distributed import ProcessGroup
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from dataproto.errors import WAY_OUT, CheckpointError, not_hiding
 from dataproto.vlm import VLMFamily
 from dataproto.vlm.prediction_head import holds_head
+from rollout.pretrained import file_if_there
 from workers.model.named_weights import base_parameters, meta_copy, named_buffers, named_weights
 from workers.model.patches import set_on_module
 from workers.ranks.mesh import Ranks, gathered
 from workers.weights.hollow_model import absent_weights, hollow_model
 from workers.weights.stored_tensors import CheckpointFiles, whole
 
-_IF_THERE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 FILE_BYTES = 2 << 30
 """Of a file, unless one layer is larger."""
 
@@ -280,7 +280,7 @@ class UnusedWeights:
         if (family.part and self.files.names) or (names and family.unused_configs):
             self.config = AutoConfig.from_pretrained(source)
             self.before = f"{family.part}." if hasattr(self.config, f"{family.part}_config") else ""
-            found = [cached_file(source, name, **_IF_THERE) for name in family.unused_files]
+            found = [file_if_there(source, name) for name in family.unused_files]
             self.further_files = [file for file in found if file is not None]
 
     def of(self, names: frozenset[str]) -> dict[str, Tensor]:
