@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from dataproto import DataProto
-from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidRow
+from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidRow, check_at_least
 from recipes.data.column_keys import OnBadRow
 from rollout.prompts import Prompt, PromptBuilder, row_digest, row_number
 from rollout.prompts.prepared_rows import invalid_row
@@ -100,8 +100,7 @@ class PromptLoader:
     def __post_init__(self) -> None:
         """Raises `InvalidConfig` if there are no rows, or an argument is out of range."""
         _check(self.rows, self.batch_size, self.on_bad_row)
-        if self.num_workers < 0:
-            raise InvalidConfig(f"num_workers={self.num_workers}: must be at least 0")
+        check_at_least(0, self, "num_workers")
         self._from_start = True
         self._useful: dict[str, int] = {}
         """The last epoch in which a row of a source could be used, by the source's name."""
