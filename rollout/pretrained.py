@@ -58,10 +58,15 @@ def _check_stored_numbers(model_path: str) -> None:
     for name, file in _stored(model_path):
         kind = str(file.get_slice(name).get_dtype())
         if kind.startswith(("F8", "F6", "F4", "I8", "U8")):
-            raise InvalidConfig(
-                f"{model_path} holds quantized weights: {name} is of type {kind}, and its scale would be left out; "
-                "name the checkpoint in bfloat16"
-            )
+            raise quantized(model_path, name, kind)
+
+
+def quantized(source: str, name: str, kind: str) -> InvalidConfig:
+    """The error for a checkpoint with a weight whose numbers need a scale."""
+    return InvalidConfig(
+        f"{source} holds quantized weights: {name} is of type {kind}, and its scale would be left out; "
+        "name the checkpoint in bfloat16"
+    )
 
 
 def stored_tensors(model_path: str, prefix: str) -> dict[str, Tensor]:

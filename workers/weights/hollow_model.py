@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto.vlm import VLMFamily
 from dataproto.vlm.prediction_head import PredictionHead
-from rollout.pretrained import check_not_quantized, generation_config
+from rollout.pretrained import check_not_quantized, generation_config, quantized
 from workers.model.lora import base_name
 from workers.model.patches import keep_value, parameter_places, place_buffer, place_parameter
 from workers.weights.stored_tensors import PLAIN_NUMBERS, CheckpointFiles, Range, StoredTensor, whole
@@ -89,10 +89,7 @@ def _check_numbers(model: PreTrainedModel, files: CheckpointFiles, sources: Weig
         for name, stored in sources.stored.items():
             for each in stored.names if shown[name].is_floating_point() else ():
                 if (kind := files.kind(each)) not in PLAIN_NUMBERS.values():
-                    raise InvalidConfig(
-                        f"{files.source} holds quantized weights: {each} is of type {kind}, and its scale would be left out; "
-                        "name the checkpoint in bfloat16"
-                    )
+                    raise quantized(files.source, each, kind)
 
 
 def _untie_different(model: PreTrainedModel, files: CheckpointFiles, sources: WeightSources) -> None:
