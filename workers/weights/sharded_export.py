@@ -253,9 +253,8 @@ class ShardedExport:
         for old in self.directory.glob("model*.safetensors*"):
             if old.name not in files:
                 old.unlink()
-        if files == {SAFE_WEIGHTS_NAME}:
-            return
-        write_index(self.directory, places, sum(weight.numel() for weight in self.shell.parameters()))
+        if files != {SAFE_WEIGHTS_NAME}:
+            write_index(self.directory, places, sum(weight.numel() for weight in self.shell.parameters()))
 
 
 class UnusedWeights:
