@@ -154,8 +154,7 @@ def fetched(request_id: str, now: float) -> Job:
 
 def last_round(db: sqlite3.Connection) -> int:
     """The highest number of a round."""
-    found: int | None = db.execute("SELECT MAX(round) FROM requests").fetchone()[0]
-    return found or 0
+    return int(db.execute("SELECT COALESCE(MAX(round), 0) FROM requests").fetchone()[0])
 
 
 def rounds_to_replay(db: sqlite3.Connection) -> list[list[Entry]]:
