@@ -205,8 +205,6 @@ class HFEngine:
 
     def _start(self, rows: list[OpenRequest]) -> None:
         """Reads prompts, all of which continue a prefix or none. If one of them is refused, each is read by itself."""
-        if not rows:
-            return
         try:
             read = self._decoder.read(rows)
         except DataProtoError as error:
