@@ -189,7 +189,6 @@ def clip_by_global_norm(
         stages: ranks that hold other parameters of the same model.
         repeated: ids of parameters that are scaled here, and counted by another stage.
     """
-    gradients = [[p.grad for p in group if p.grad is not None] for group in groups]
     counted = [[p.grad for p in group if p.grad is not None and id(p) not in repeated] for group in groups]
     norms = [float(group_norm(group)) for group in counted if group]
     if stages is not None:
@@ -199,8 +198,8 @@ def clip_by_global_norm(
     norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
     scale = clipping(norm, max_norm)
     if scale is not None:
-        for group in gradients:
-            torch._foreach_mul_([local_part(gradient) for gradient in group], scale)
+        for group in groups:
+            torch._foreach_mul_([local_part(p.grad) for p in group if p.grad is not None], scale)
     return norm
 
 
