@@ -145,20 +145,19 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 
     What is added to a model, such as adapters, is made on the device of the weights that it belongs to; so it has its value.
     """
-    hollow: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by stand-in, which is kept
     by_weight: dict[nn.Parameter, nn.Parameter] = {}
     for owner, name, weight in parameter_places(model):
         if weight.is_meta:
             if weight not in by_weight:
                 value = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
                 by_weight[weight] = nn.Parameter(value, requires_grad=weight.requires_grad)
-                hollow[id(by_weight[weight])] = by_weight[weight], weight
             place_parameter(owner, name, by_weight[weight])
     yield
-    for owner, name, weight in parameter_places(model):
-        if id(weight) in hollow:
-            hollow[id(weight)][1].requires_grad_(weight.requires_grad)
-            place_parameter(owner, name, hollow[id(weight)][1])
+    hollow = {id(stand_in): weight for weight, stand_in in by_weight.items()}
+    for owner, name, stand_in in parameter_places(model):
+        if id(stand_in) in hollow:
+            hollow[id(stand_in)].requires_grad_(stand_in.requires_grad)
+            place_parameter(owner, name, hollow[id(stand_in)])
 
 
 def make_room(module: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
