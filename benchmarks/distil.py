@@ -24,7 +24,7 @@ from recipes import distil, grpo
 from recipes.configs.distil_config import DistilConfig, DistilRunConfig
 from recipes.data.loader import EvaluationLoader, PromptLoader
 from recipes.demo.rows import ProblemRows
-from recipes.demo.tiny_model import TinyConfig, make_tiny_model, negative_log_probs, warm_up
+from recipes.demo.tiny_model import TinyConfig, make_tiny_model, next_token_loss, warm_up
 from recipes.rewards import geo3k_reward
 from recipes.run import evaluate_samples, run
 from recipes.run.evaluation import held_out_value
@@ -116,7 +116,7 @@ def taught(path: str, seed: int, settings: Settings, seconds: float) -> list[Poi
     ):
 
         def step(prompts: DataProto) -> None:
-            roles.actor.update(teacher.rollout.generate(prompts, sampling), negative_log_probs)
+            roles.actor.update(teacher.rollout.generate(prompts, sampling), next_token_loss)
             roles.sync_weights()
 
         return learn(step, settings.loader(path, seed), partial(accuracy, roles, path, settings), settings, seconds)
@@ -129,7 +129,7 @@ def started(path: str, seed: int, settings: Settings, folder: Path) -> str:
     builder, loader = PromptBuilder.from_pretrained(path, 256), settings.loader(path, FIRST_PROBLEMS + seed)
     with launch(settings.actor(path)) as roles, launch(settings.actor(settings.teacher)) as teacher:
         for _ in range(settings.steps):
-            roles.actor.update(teacher.rollout.generate(next(loader), settings.sampling), negative_log_probs)
+            roles.actor.update(teacher.rollout.generate(next(loader), settings.sampling), next_token_loss)
         roles.actor.save(folder)
     for processor in builder.processors:
         processor.save_pretrained(folder / "huggingface")

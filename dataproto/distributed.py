@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidIndex, RankFailure, not_hiding
+from dataproto.grouping import grouped_by
 from dataproto.ragged import RaggedTensor
 from dataproto.transfer import all_gather_equal
 
@@ -262,9 +263,7 @@ def grouped(found: Mapping[int, str]) -> str:
     >>> grouped({0: "torch.int64", 1: "absent", 2: "torch.int64"})
     'torch.int64 on ranks 0, 2 and absent on rank 1'
     """
-    holders: dict[str, list[int]] = {}
-    for rank, value in found.items():
-        holders.setdefault(value, []).append(rank)
+    holders = grouped_by(found, lambda rank: found[rank])
     return " and ".join(
         f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in holders.items()
     )

@@ -137,6 +137,14 @@ class RunAbandoned(DataProtoError, RuntimeError):
     """Completions were requested of a run that ended because the engine started another one."""
 
 
+def check_at_least(least: int, config: object, *names: str, group: str = "") -> None:
+    """Raises `InvalidConfig` for the first of a configuration's numbers that is too small; ``None`` is no number."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise InvalidConfig(f"{group}{name}={value}: must be at least {least}")
+
+
 # Between ranks
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dataproto.errors import ColumnConflict, InvalidColumn, InvalidConfig, InvalidIndex
+from dataproto.grouping import grouped_by
 from dataproto.serialization.leaves import RAGGED
 from dataproto.serialization.wire import reduce_value
 from dataproto.tensordict_utils import (
@@ -146,9 +147,7 @@ class RaggedTensor:
         for number, form in enumerate(forms):
             if form != forms[0]:
                 raise ColumnConflict(f"ragged parts 0 and {number} differ: {_form(*forms[0])} and {_form(*form)}")
-        groups: dict[Any, list[int]] = {}
-        for number, part in enumerate(parts):
-            groups.setdefault(memory_key(part._storage), []).append(number)
+        groups = grouped_by(range(len(parts)), lambda number: memory_key(parts[number]._storage))
         joined = [cls._of_one_storage([parts[number] for number in group]) for group in groups.values()]
         if len(joined) == 1:
             return joined[0]

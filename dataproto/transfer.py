@@ -1,6 +1,6 @@
 """Moves tensors to a device, and between ranks."""
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,11 @@ def move(tensor: Tensor, device: torch.device | str) -> Tensor:
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def pixels_on(media: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The media with pixels on ``device``; grids stay on the host, which computes bounds of images and windows from them."""
+    return {name: move(value, device) if value.is_floating_point() else value for name, value in media.items()}
 
 
 _originals: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()

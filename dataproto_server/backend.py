@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataproto.chunks import Chunk
-from dataproto.errors import InvalidColumn, InvalidConfig
+from dataproto.errors import InvalidColumn, InvalidConfig, check_at_least
 
 Array: TypeAlias = npt.NDArray[Any]
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # what SQLite holds
@@ -191,8 +191,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: str | list[str | Int] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidConfig(f"max_tokens={self.max_tokens}: must be at least 1")
+        check_at_least(1, self, "max_tokens")
         if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
             raise InvalidConfig(
                 f"temperature={self.temperature}: must be 0, which takes the most probable token, or at least "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, check_at_least
 from recipes.options import parse_config
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -89,10 +89,7 @@ class EngineOptions:
     vllm_adapters: int = 8
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise InvalidConfig(f"{name}={value}: must be at least 1")
+        check_at_least(1, self, *(name for name, value in vars(self).items() if type(value) is int))
         if self.full_finetuning and self.sampler != "hf":
             raise InvalidConfig("full_finetuning=True needs sampler='hf': vLLM would be started for each snapshot")
         if not 0 < self.vllm_memory_share < 1:
@@ -146,10 +143,8 @@ class ServeConfig:
             raise InvalidConfig(
                 f"poll_seconds={self.poll_seconds}: must be above 0 and at most 40, as clients give up at 45"
             )
-        if self.snapshot_steps < 1 or self.keep_last < 0:
-            raise InvalidConfig(
-                f"snapshot_steps={self.snapshot_steps} must be at least 1, and keep_last={self.keep_last} at least 0"
-            )
+        check_at_least(1, self, "snapshot_steps")
+        check_at_least(0, self, "keep_last")
         if min(self.snapshot_seconds, self.gap_seconds, self.session_seconds) <= 0:
             raise InvalidConfig("snapshot_seconds, gap_seconds and session_seconds must be above 0")
 

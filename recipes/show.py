@@ -17,7 +17,7 @@ from dataproto.errors import WAY_OUT, DataProtoError, FileNotWritten, InvalidRow
 from recipes.configs.show_config import RECIPES, ShowConfig, parse
 from recipes.data.column_keys import ColumnKeys
 from recipes.data.conversations import CONVERSATION_COLUMNS, conversation_rows, conversation_stream
-from recipes.data.loader import draws
+from recipes.data.loader import draws, read_draw
 from recipes.data.preferences import PREFERENCE_COLUMNS, preference_rows
 from recipes.data.problem_rows import PROBLEM_COLUMNS, load_rows
 from recipes.data.row_values import columns_left_out, present_columns
@@ -125,7 +125,8 @@ def shown_sources(asked: ShowConfig) -> Iterator[ShownSource]:
         else:
             builder = prompt_builder(config.data, model_path)
     for name, rows in _opened(asked):
-        given = list(islice(_rows(rows), asked.options.rows))
+        first_epoch = takewhile(lambda drawn: drawn[0].startswith("0-"), draws(rows, 0, shuffle=False))
+        given = [read_draw(rows, drawn) for drawn in islice(first_epoch, asked.options.rows)]
         shown = tuple(shown_row(place, row, builder) for place, row in enumerate(given))
         source = ShownSource(name, tuple(_columns(rows, config.data.keys, asked.recipe)), shown)
         if asked.recipe in KNOWN_COLUMNS:
@@ -166,15 +167,6 @@ def _columns(rows: Any, keys: ColumnKeys, recipe: str) -> Iterator[str]:
     if others:
         which = "are not read" if recipe in KNOWN_COLUMNS else "only the reward gets"
         yield f"columns that {which}: {', '.join(others)}"
-
-
-def _rows(rows: Any) -> Iterator[Any]:
-    """The rows in their order; for one that cannot be read, its error."""
-    for _, place, raw in takewhile(lambda drawn: drawn[0].startswith("0-"), draws(rows, 0, shuffle=False)):
-        try:
-            yield rows[place] if raw is None else rows.read_row(raw, place)
-        except DataProtoError as error:
-            yield error
 
 
 def token_spans(

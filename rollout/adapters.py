@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto.grouping import grouped_by
 from dataproto.vlm import VLMFamily
 from rollout.engine import Request
 from rollout.image_features import KeyedInputs
@@ -89,9 +89,7 @@ class Adapter:
 
 def host_copies(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Copies of tensors in host memory, in ``dtype`` or their own. Those of one dtype and device come by one transfer."""
-    groups: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault((tensor.dtype, tensor.device), []).append(name)
+    groups = grouped_by(tensors, lambda name: (tensors[name].dtype, tensors[name].device))
     found: dict[str, Tensor] = {}
     for names in groups.values():
         flat = torch.cat([tensors[name].detach().flatten() for name in names])
@@ -116,18 +114,15 @@ def adapted_layers(model: nn.Module, family: VLMFamily, config: AdapterConfig) -
     Raises:
         InvalidConfig: the MLPs hold fused experts, which have no adapters here.
     """
-    if config.mlp and family.experts is not None:
-        fused = next((name for name, _ in model.named_modules() if fnmatchcase(name, family.experts)), None)
-        if fused is not None:
-            raise InvalidConfig(f"{fused} holds fused experts, which have no adapters: pass train_mlp=False")
+    if config.mlp and (fused := family.expert_layers(model)):
+        raise InvalidConfig(f"{fused[0]} holds fused experts, which have no adapters: pass train_mlp=False")
     found = {}
     for name, layer in linear_layers(model, family).items():
         inner = name.removeprefix(f"{family.decoder_layers}.")
         if config.attention if "attn" in inner else config.mlp:
             found[name] = (layer.out_features, layer.in_features)
     if config.head:
-        rows, columns = family.lm_head(model).weight.shape
-        found[family.head] = (rows, columns)
+        found[family.head] = tuple(family.lm_head(model).weight.shape)
     return found
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dataproto.columns import RowMedia, media_parts
 from dataproto.errors import DataProtoError, InvalidConfig, InvalidPrompt, MediaMismatch, end_after, ending
+from dataproto.grouping import grouped_by
 from dataproto.vlm import VLMFamily
 from rollout.engine import Completion, FinishReason, Request, RequestEngine, SamplingParams, TopLogProbs
 
@@ -271,11 +272,8 @@ def submitted_together(labels: Sequence[str]) -> Iterator[list[int]]:
     >>> list(submitted_together(["a", "b"] * 40 + ["c"]))[1]
     [80]
     """
-    members: dict[str, list[int]] = {}
-    for place, label in enumerate(labels):
-        members.setdefault(label, []).append(place)
     places: list[int] = []
-    for group in members.values():
+    for group in grouped_by(range(len(labels)), lambda place: labels[place]).values():
         places += group
         if len(places) >= SUBMITTED_AT_A_TIME:
             yield places

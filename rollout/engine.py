@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dataproto.columns import media_identity
-from dataproto.errors import DataProtoError, InvalidConfig
+from dataproto.errors import DataProtoError, InvalidConfig, check_at_least
 from dataproto.extras import require_extra
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class SamplingParams:
         return tuple(sorted({*self.stop_token_ids, *(() if self.ignore_eos else end_ids)}))
 
     def __post_init__(self) -> None:
-        if self.n < 1 or self.max_tokens < 1:
-            raise InvalidConfig(f"n={self.n} and max_tokens={self.max_tokens} must be at least 1")
+        check_at_least(1, self, "n", "max_tokens")
         if self.temperature < 0:
             raise InvalidConfig(f"temperature={self.temperature}: must be 0 (greedy) or more")
         if not 0 < self.top_p <= 1:

@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from dataproto.transfer import move
+from dataproto.transfer import pixels_on
 from dataproto.vlm import MediaSpans, VLMFamily
 
 T = TypeVar("T")
@@ -69,13 +69,8 @@ class ImageFeatures:
         """The features of an image, on the device."""
         if (found := self.kept.get(image.key)) is not None:
             return found
-        # Grids stay on the host, which computes bounds of windows from them.
-        inputs = {
-            name: move(value, self.device) if value.is_floating_point() else value
-            for name, value in image.inputs.items()
-        }
         with torch.inference_mode(False), torch.no_grad():  # training reads what a sampler has computed
-            found = self.family.features(self.model, inputs)
+            found = self.family.features(self.model, pixels_on(image.inputs, self.device))
         self.computed += 1
         self.kept[image.key] = found
         return found

@@ -58,10 +58,15 @@ def _check_stored_numbers(model_path: str) -> None:
     for name, file in _stored(model_path):
         kind = str(file.get_slice(name).get_dtype())
         if kind.startswith(("F8", "F6", "F4", "I8", "U8")):
-            raise InvalidConfig(
-                f"{model_path} holds quantized weights: {name} is of type {kind}, and its scale would be left out; "
-                "name the checkpoint in bfloat16"
-            )
+            raise quantized(model_path, name, kind)
+
+
+def quantized(source: str, name: str, kind: str) -> InvalidConfig:
+    """The error for a checkpoint with a weight whose numbers need a scale."""
+    return InvalidConfig(
+        f"{source} holds quantized weights: {name} is of type {kind}, and its scale would be left out; "
+        "name the checkpoint in bfloat16"
+    )
 
 
 def stored_tensors(model_path: str, prefix: str) -> dict[str, Tensor]:
@@ -103,6 +108,15 @@ def check_not_quantized(model_path: str, config: Any) -> None:
             )
 
 
+def file_if_there(source: str, name: str, **options: Any) -> str | None:
+    """The path of a checkpoint's file; ``None`` if it has none, or the hub does not give it. Options are transformers'."""
+    from transformers.utils import cached_file
+
+    for kind in ("missing_entries", "gated_repo", "connection_errors"):
+        options[f"_raise_exceptions_for_{kind}"] = False
+    return cached_file(source, name, **options)
+
+
 def generation_config(model_path: str, config: Any) -> Any:
     """The checkpoint's ``GenerationConfig``. If it has none, one is made from the model's ``config``, as in transformers.
 
@@ -110,14 +124,8 @@ def generation_config(model_path: str, config: Any) -> Any:
         InvalidConfig: the checkpoint's file cannot be read; names it.
     """
     from transformers import GenerationConfig
-    from transformers.utils import cached_file
 
-    file = cached_file(
-        model_path,
-        "generation_config.json",
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    file = file_if_there(model_path, "generation_config.json")
     if file is None:
         return GenerationConfig.from_model_config(config)
     try:

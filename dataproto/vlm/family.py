@@ -195,15 +195,11 @@ class VLMFamily(PromptLayout, ForwardCosts):
 
     def expert_layers(self, model: Any) -> list[str]:
         """Names of the modules of `experts` in a model, in the order of the layers."""
-        pattern = self.experts
-        return [name for name, _ in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)]
+        return list(modules_like(model, self.experts))
 
     def recurrent_modules(self, model: Any) -> dict[str, Any]:
         """The modules that `recurrent_mixers` names, by path."""
-        pattern = self.recurrent_mixers
-        return {
-            name: each for name, each in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)
-        }
+        return modules_like(model, self.recurrent_mixers)
 
     def routers(self, model: Any) -> list[Any]:
         """The modules that choose among the experts of each of `expert_layers`."""
@@ -412,6 +408,10 @@ class VLMFamily(PromptLayout, ForwardCosts):
         """Whether the parameter of this name is one of `float32_weights`."""
         return any(fnmatchcase(name, pattern) for pattern in self.float32_weights)
 
+    def is_unused(self, name: str) -> bool:
+        """Whether the weight of this name in a checkpoint is one of `unused_weights`."""
+        return any(fnmatchcase(name, pattern) for pattern in self.unused_weights)
+
     def stored_name(self, name: str) -> str:
         """The published name of a tensor that transformers calls ``name`` in the checkpoints that it saves. Default: the same."""
         return name
@@ -454,6 +454,11 @@ def cache_argument(function: Callable[..., Any]) -> str:
     """
     old = "past_key_values"
     return old if old in inspect.signature(function).parameters else "cache"
+
+
+def modules_like(model: Any, pattern: str | None) -> dict[str, Any]:
+    """The modules whose path fits a pattern, by path; none without a pattern."""
+    return {name: each for name, each in model.named_modules() if pattern is not None and fnmatchcase(name, pattern)}
 
 
 def pooled(output: Any) -> Tensor:

@@ -277,9 +277,8 @@ def expand_ids(ids: Ids, tokens: MediaTokens, counts: Mapping[str, Ids]) -> tupl
     repeats = np.ones_like(ids)
     types = np.zeros(len(ids), dtype=np.int8)
     for name, kind in TOKEN_TYPES.items():
-        found, made = ids == tokens.of(name), counts.get(name, ())
-        if found.sum() != len(made):
-            raise MediaMismatch(f"{found.sum()} {name} placeholders in the prompt, but {len(made)} {name}s")
+        made = counts.get(name, ())
+        found = _places(ids, tokens.of(name), name, len(made))
         types[found] = kind
         repeats[found] = made
     return np.repeat(ids, repeats), np.repeat(types, repeats)
@@ -294,12 +293,9 @@ def enclose(ids: Ids, placeholder: int, texts: Sequence[Sequence[Sequence[int]]]
     >>> enclose(np.array([1, 7, 2, 7]), 7, [[[5], [6]], [[5], [8, 8], [6]]])
     array([1, 5, 7, 6, 2, 5, 7, 8, 8, 7, 6])
     """
-    places = np.flatnonzero(ids == placeholder).tolist()
-    if len(places) != len(texts):
-        raise MediaMismatch(f"{len(places)} image placeholders in the prompt, but {len(texts)} images")
     parts: list[Ids] = []
     done = 0
-    for place, (first, *others) in zip(places, texts):
+    for place, (first, *others) in zip(_places(ids, placeholder, "image", len(texts)).tolist(), texts):
         replaced = [*first, *(token for text in others for token in (placeholder, *text))]
         parts += [ids[done:place], np.array(replaced, dtype=np.int64)]
         done = place + 1
@@ -315,18 +311,23 @@ def split_videos(ids: Ids, tokens: MediaTokens, frames: Sequence[Sequence[Sequen
     >>> split_videos(np.array([1, 5, 8, 6, 2]), tokens, [[[90], [91, 92]]])
     array([ 1, 90,  5,  8,  6, 91, 92,  5,  8,  6,  2])
     """
-    places = np.flatnonzero(ids == tokens.video)
-    if len(places) != len(frames):
-        raise MediaMismatch(f"{len(places)} video placeholders in the prompt, but {len(frames)} videos")
     parts: list[Ids] = []
     done = 0
-    for place, texts in zip(places.tolist(), frames):
+    for place, texts in zip(_places(ids, tokens.video, "video", len(frames)).tolist(), frames):
         frame = [tokens.vision_start, tokens.video, tokens.vision_end]
         enclosed = place > 0 and ids[place - 1 : place + 2].tolist() == frame
         shown = np.array([i for text in texts for i in (*text, *frame)], dtype=np.int64)
         parts += [ids[done : place - enclosed], shown]
         done = place + 1 + enclosed
     return np.concatenate([*parts, ids[done:]])
+
+
+def _places(ids: Ids, placeholder: int | None, kind: str, media: int) -> Ids:
+    """Where the placeholders of media of a kind are. Raises `MediaMismatch` if there are more or fewer of them than media."""
+    places = np.flatnonzero(ids == placeholder)
+    if len(places) != media:
+        raise MediaMismatch(f"{len(places)} {kind} placeholders in the prompt, but {media} {kind}s")
+    return places
 
 
 def frame_texts(

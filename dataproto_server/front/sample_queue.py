@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataproto.chunks import Chunk, ImageChunk
+from dataproto.grouping import grouped_by
 from dataproto_server.backend import Failure, ModelInfo, SampleRequest, Snapshot
 from dataproto_server.codec import UNTOLD_IMAGE_TOKENS, write_sample_result
 from dataproto_server.config import ServeConfig
@@ -171,10 +172,8 @@ class Samples:
 
     def _waiting(self) -> dict[str, Iterator[tuple[str, int]]]:
         """The requests of each session that were not sent, with their tokens."""
-        found: dict[str, list[str]] = {}
-        for request, each in self.flights.items():
-            if not each.sent:
-                found.setdefault(each.session, []).append(request)
+        unsent = [request for request, each in self.flights.items() if not each.sent]
+        found = grouped_by(unsent, lambda request: self.flights[request].session)
         return {
             session: ((request, self.flights[request].tokens(self._contexts)) for request in requests)
             for session, requests in found.items()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from dataproto.grouping import grouped_by
 from dataproto_server.ledger.records import Job
 
 MEMBERS = "id, run, seq, kind, NULL AS body, size, tokens, created, round, state"
@@ -153,18 +154,15 @@ def fetched(request_id: str, now: float) -> Job:
 
 def last_round(db: sqlite3.Connection) -> int:
     """The highest number of a round."""
-    found: int | None = db.execute("SELECT MAX(round) FROM requests").fetchone()[0]
-    return found or 0
+    return int(db.execute("SELECT COALESCE(MAX(round), 0) FROM requests").fetchone()[0])
 
 
 def rounds_to_replay(db: sqlite3.Connection) -> list[list[Entry]]:
     """The rounds of which at least one request is unfinished or later than its run's snapshot, in their order, without bodies."""
     needed = f"{ROUNDS} runs.state IN ('new', 'live') AND (requests.state = 'queued' OR seq > snapshot_seq)"
     sql = f"SELECT {MEMBERS} FROM requests WHERE round IN ({needed}) ORDER BY round, place"
-    rounds: dict[int, list[Entry]] = {}
-    for row in db.execute(sql):
-        rounds.setdefault(row["round"], []).append(Entry(**dict(row)))
-    return list(rounds.values())
+    rounds = grouped_by(db.execute(sql), lambda row: int(row["round"]))
+    return [[Entry(**dict(row)) for row in rows] for rows in rounds.values()]
 
 
 def waiting(db: sqlite3.Connection) -> list[Entry]:

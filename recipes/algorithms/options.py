@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from dataproto.errors import InvalidColumn, InvalidConfig
+from dataproto.errors import InvalidColumn, InvalidConfig, check_at_least
 from recipes.algorithms.correction import Correction, Rejection, check_bounds, check_limit
 from recipes.algorithms.function_files import in_users_function
 from recipes.algorithms.registry import (
@@ -107,6 +107,7 @@ class AlgorithmConfig:
         for name, value in paper_options(self.loss, given).items():
             object.__setattr__(self, name, value)
         self.sampling(max_tokens=1, seed=0)  # raises for invalid sampling options
+        check_at_least(0, self, "entropy_coef", "overlong_buffer", "kl_coef", group="algorithm.")
         check_limit(self.correction_limit)
         check_bounds(self.rejection_bounds)
         for problem in (*self._out_of_range(), *self._in_conflict()):
@@ -118,9 +119,6 @@ class AlgorithmConfig:
             yield f"temperature={self.temperature}: must be above 0, for random samples"
         if self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1):
             yield f"epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1"
-        for name in ("entropy_coef", "overlong_buffer", "kl_coef"):
-            if getattr(self, name) < 0:
-                yield f"{name}={getattr(self, name)}: must be at least 0"
         if self.overlong_buffer > 1 and self.overlong_buffer != int(self.overlong_buffer):
             yield f"overlong_buffer={self.overlong_buffer}: must be a whole number of tokens, or a share below 1"
         if self.dynamic_sampling < 0 or self.dynamic_sampling == 1:

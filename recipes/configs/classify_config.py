@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from recipes.configs.shared.run_config import RunConfig, check_at_least
+from dataproto.errors import check_at_least
+from recipes.configs.shared.run_config import RunConfig
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig, tiny_schedule
 from recipes.data.labelled_pictures import Templates
 from recipes.options import parse_recipe

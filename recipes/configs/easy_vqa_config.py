@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, check_at_least
 from recipes.configs.grpo_config import GRPOConfig, GRPORunConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, parse_with_defaults
-from recipes.configs.shared.run_config import RunConfig, check_at_least
+from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig
 
 OUTPUT_DIR = Path("outputs/easy_vqa")

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, check_at_least
 from recipes.configs.ppo_config import ActorCriticRunConfig
 from recipes.configs.shared.rollout_options import EpisodeOptions
-from recipes.configs.shared.run_config import RunConfig, check_at_least
+from recipes.configs.shared.run_config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, check_at_least
 from recipes.configs import classify_config, dpo_config, grpo_config, ppo_config, sft_config
 from recipes.configs.shared.device_preset import DEVICE_MEMORY, Machine, this_machine
-from recipes.configs.shared.run_config import check_at_least
 from recipes.options import own_options, parse_config
 from workers.ranks.layout import Layout
 

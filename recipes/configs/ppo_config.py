@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, check_at_least
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.policy_gradient_config import SIZES, DataConfig, PolicyGradientConfig, parse_with_defaults
-from recipes.configs.shared.run_config import RunConfig, check_at_least
+from recipes.configs.shared.run_config import RunConfig
 from workers.model.model_config import OptimizerConfig
 from workers.ranks.layout import Layout
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dataproto.errors import check_at_least
 from recipes.configs import dpo_config, grpo_config, ppo_config, reward_model_config, sft_config
-from recipes.configs.shared.run_config import check_at_least
 from recipes.options import own_options
 
 RECIPES: Mapping[str, Callable[[Sequence[str]], Any]] = {

@@ -93,8 +93,7 @@ def _cauldron_messages(texts: Any, index: int, media: Mapping[str, list[Any]]) -
     for number, turn in enumerate(texts if isinstance(texts, row_values.LISTS) else [texts]):
         if not isinstance(turn, Mapping) or not all(isinstance(turn.get(who), str) for who in ("user", "assistant")):
             raise InvalidRow(index, f"texts[{number}] lacks a 'user' or an 'assistant': {turn!r}")
-        question = with_markers(turn["user"].strip(), {} if number else media)
-        messages.append({"role": "user", "content": question})
+        messages.append({"role": "user", "content": with_markers(turn["user"].strip(), {} if number else media)})
         messages.append({"role": "assistant", "content": turn["assistant"].strip()})
     return messages
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from dataproto import DataProto
-from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidRow
+from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidRow, check_at_least
 from recipes.data.column_keys import OnBadRow
 from rollout.prompts import Prompt, PromptBuilder, row_digest, row_number
 from rollout.prompts.prepared_rows import invalid_row
@@ -50,6 +50,15 @@ def draws(rows: Any, seed: int, shuffle: bool = True, start: int = 0) -> Iterato
     else:
         for epoch, place in occurrences(len(rows), seed, shuffle, start):
             yield f"{epoch}-{place}", place, None
+
+
+def read_draw(rows: Any, draw: Draw) -> Any:
+    """The row of a draw, or the error that says why it cannot be read."""
+    _, place, raw = draw
+    try:
+        return rows[place] if raw is None else rows.read_row(raw, place)
+    except DataProtoError as error:
+        return error
 
 
 def may_recur(rows: Any) -> bool:
@@ -91,8 +100,7 @@ class PromptLoader:
     def __post_init__(self) -> None:
         """Raises `InvalidConfig` if there are no rows, or an argument is out of range."""
         _check(self.rows, self.batch_size, self.on_bad_row)
-        if self.num_workers < 0:
-            raise InvalidConfig(f"num_workers={self.num_workers}: must be at least 0")
+        check_at_least(0, self, "num_workers")
         self._from_start = True
         self._useful: dict[str, int] = {}
         """The last epoch in which a row of a source could be used, by the source's name."""
@@ -306,19 +314,11 @@ class _Prepared(Dataset[bytes]):
 
     def __getitem__(self, draw: Draw) -> bytes:
         """For a process, which returns bytes because each tensor that it sends would use a file descriptor."""
-        return pickle.dumps(self.prepare(draw, self.read(draw)), protocol=5)
+        return pickle.dumps(self.prepare(draw, read_draw(self.rows, draw)), protocol=5)
 
     def in_threads(self, drawn: Sequence[Draw]) -> list[Prompt | _BadRow]:
         """The rows of a batch, which are read one after another: their source need not work in several threads."""
-        return self.builder.in_threads(self.prepare, drawn, [self.read(draw) for draw in drawn])
-
-    def read(self, draw: Draw) -> Mapping[str, Any] | DataProtoError:
-        """The row of a draw, or why it cannot be read."""
-        _, place, raw = draw
-        try:
-            return self.rows[place] if raw is None else self.rows.read_row(raw, place)
-        except DataProtoError as error:
-            return error
+        return self.builder.in_threads(self.prepare, drawn, [read_draw(self.rows, draw) for draw in drawn])
 
     def prepare(self, draw: Draw, row: Mapping[str, Any] | DataProtoError) -> Prompt | _BadRow:
         occurrence, index, _ = draw

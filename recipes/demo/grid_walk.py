@@ -13,6 +13,7 @@ from rollout.environments import Observation
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 SIDE = 4  # cells along each side of the grid
 CELL = 28  # pixels
+TURNS = 4  # of a walk in random directions
 AGENT, GOAL = (30, 60, 200), (220, 40, 40)
 TASK = "Walk to the red square."
 SOURCE = "walk"
@@ -114,13 +115,9 @@ class WalkRows(RowsBySeed):
 class RandomWalks(RowsBySeed):
     """Walks in random directions as conversations: they teach the form of an answer, and nothing about the pictures.
 
-    >>> [message["content"] for message in RandomWalks(turns=2)[3]["prompt"]]
+    >>> [message["content"] for message in RandomWalks()[3]["prompt"]][:5]
     ['Walk to the red square.', '<image>', 'down', '<image>', 'right']
     """
-
-    def __init__(self, seed: int = 0, turns: int = 4) -> None:
-        super().__init__(seed)
-        self.turns = turns
 
     def row(self, place: int) -> dict[str, Any]:
         """A walk."""
@@ -128,7 +125,7 @@ class RandomWalks(RowsBySeed):
         agent, goal = draw_layout(random)
         messages: list[dict[str, Any]] = [{"role": "system", "content": TASK}]
         images: list[Image.Image] = []
-        for _ in range(self.turns):
+        for _ in range(TURNS):
             images.append(draw_grid(agent, goal))
             move = random.choice(list(MOVES))
             messages += [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": move}]

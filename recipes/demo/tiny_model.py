@@ -339,7 +339,7 @@ def teach(path: Path, batches: Iterator[DataProto], steps: int, lr: float) -> fl
     """Trains the checkpoint at ``path`` in place on the responses of batches; the loss of the last step."""
     schedule = OptimizerConfig(lr=lr, schedule="linear", warmup_steps=min(5, steps - 1), total_steps=steps)
     actor = ActorWorker(ActorConfig(str(path), optimizer=schedule))
-    losses = [actor.update(rows, negative_log_probs)["actor/loss"] for rows in islice(batches, steps)]
+    losses = [actor.update(rows, next_token_loss)["actor/loss"] for rows in islice(batches, steps)]
     actor.module.model.save_pretrained(path)
     return losses[-1]
 
@@ -353,8 +353,8 @@ def answered_rows(builder: PromptBuilder, prompts: DataProto, texts: list[str]) 
     return attach_responses(prompts, completions, width, builder.family, tokenizer.pad_token_id)
 
 
-def negative_log_probs(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
-    """The negative log-probs of the responses as a loss function."""
+def next_token_loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-probs of the given tokens."""
     return -outputs.log_probs, {}
 
 

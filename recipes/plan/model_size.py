@@ -69,16 +69,9 @@ def model_size(config: Any, compute: ModelConfig, trains: bool = True, makes_log
         trains: ``False`` for a reference.
         makes_logits: ``False`` for a critic, whose head has one output.
     """
-    frozen = [getattr(compute, name) for name in FREEZING]
-    key = (config.to_json_string(), *frozen, trains, makes_logits)
-    if key not in _counted:
-        with torch.device("meta"):
-            model = family_of(config).new_model(config)
-        _counted[key] = count(model, family_of(config), compute, trains, makes_logits)
-    return _counted[key]
-
-
-_counted: dict[tuple[Any, ...], ModelSize] = {}
+    with torch.device("meta"):
+        model = family_of(config).new_model(config)
+    return count(model, family_of(config), compute, trains, makes_logits)
 
 
 def count(model: Any, family: VLMFamily, compute: ModelConfig, trains: bool, makes_logits: bool) -> ModelSize:

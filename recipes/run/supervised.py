@@ -7,14 +7,12 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor
-
 from dataproto import DataProto
 from recipes.configs.shared.run_config import announce_small_model
 from recipes.configs.shared.supervised_config import RowsConfig, SupervisedConfig
 from recipes.data.conversations import last_questions
 from recipes.data.loader import EvaluationLoader, PromptLoader
-from recipes.demo.tiny_model import make_tiny_model, make_tiny_processors, model_of_run
+from recipes.demo.tiny_model import make_tiny_model, make_tiny_processors, model_of_run, next_token_loss
 from recipes.run.evaluation import Evaluate, evaluate_samples
 from recipes.run.loop import StepFunction, attempts, train
 from recipes.run.metrics import speed_metrics, timed
@@ -28,7 +26,6 @@ from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder, SupervisedBuilder
 from workers import Roles
 from workers.model.model_config import AggregationMode
-from workers.model.packed_model import Outputs
 from workers.roles.actor import ActorConfig
 from workers.roles.critic import CriticConfig
 from workers.roles.reward import RewardRow
@@ -148,11 +145,6 @@ def sent(rows: DataProto) -> DataProto:
     chosen = rows[:]
     chosen.pop(non_tensor_batch_keys=[name for name in rows.non_tensor_batch if name not in kept])
     return chosen
-
-
-def next_token_loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-probs of the given tokens."""
-    return -outputs.log_probs, {}
 
 
 def measure_rows(rows: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from dataproto import DataProto
 from dataproto.errors import replace_file
+from dataproto.grouping import grouped_by
 from recipes.watch.rollout_files import (
     FOLDER,
     TRAINING,
@@ -149,13 +150,10 @@ def chosen_rows(uids: Sequence[Any], limit: int, seed: int) -> tuple[np.ndarray,
     >>> chosen_rows(["a", "a", "a"], limit=2, seed=1)[0].tolist()
     [0, 1]
     """
-    groups: dict[Any, list[int]] = {}
-    for row, uid in enumerate(uids):
-        groups.setdefault(uid, []).append(row)
-    names = list(groups)
+    groups = list(grouped_by(range(len(uids)), lambda row: uids[row]).values())
     taken: list[tuple[int, int]] = []  # row, its number in the group
-    for index in np.random.default_rng(seed).permutation(len(names)):
-        group = groups[names[index]]
+    for index in np.random.default_rng(seed).permutation(len(groups)):
+        group = groups[index]
         if taken and len(taken) + len(group) > limit:
             break
         taken += [(row, sample) for sample, row in enumerate(group[:limit])]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import SupportsFloat
 
-from dataproto.errors import InvalidConfig, writing
+from dataproto.errors import InvalidConfig, wait_for_disk, writing
 from recipes.watch.rollout_files import read_lines
 
 METRICS_FILE = "metrics.jsonl"
@@ -31,10 +31,9 @@ def truncate_after(path: str | Path, step: int) -> None:
     path = Path(path)
     kept = [row for row in read_metrics(path) if row["step"] <= step]
     replacement = path.with_name(path.name + ".tmp")
-    with writing(path, replacement), replacement.open("wb") as file:
-        file.writelines(_line(row) for row in kept)
-        file.flush()
-        os.fsync(file.fileno())
+    with writing(path, replacement):
+        replacement.write_bytes(b"".join(map(_line, kept)))
+        wait_for_disk(replacement)
         replacement.replace(path)
 
 

@@ -249,8 +249,29 @@ def _play(connection: Any, agent: Agent) -> bool:
     """One rollout. Returns whether an agent has not given way at its end."""
     asked, over = dict[int, Future[Any]](), threading.Event()
     sent = defaultdict[int, dict[bytes, Decoded]](dict)  # media by their digests, by episode
+
+    def tell() -> None:
+        """Sends what agents do, and numbers their requests."""
+        numbers = itertools.count()
+        while not over.is_set():
+            if (event := host.next(0.1)) is None:
+                continue
+            episode, file = event.episode, io.BytesIO()
+            if isinstance(event, Asked):
+                number = next(numbers)
+                asked[number] = event.replies
+                _Pickler(file, episode, sent[episode]).dump((number, episode, event.ask))
+            else:
+                try:
+                    told = cloudpickle.dumps(event)
+                except Exception as error:
+                    told = pickle.dumps(Ended(episode, None, f"what the agent gave cannot be sent: {describe(error)}"))
+                pickle.dump((None, episode, told), file)
+            with suppress(OSError):  # the engine's process has ended
+                connection.send_bytes(file.getvalue())
+
     with AgentHost(agent) as host:
-        teller = threading.Thread(target=_tell, args=(connection, host, asked, sent, over), name="events", daemon=True)
+        teller = threading.Thread(target=tell, name="events", daemon=True)
         teller.start()
         while (message := pickle.loads(connection.recv_bytes())) != ("close",):
             what, number, *given = message
@@ -268,30 +289,3 @@ def _play(connection: Any, agent: Agent) -> bool:
     if not host.stuck:
         connection.send_bytes(CLOSED)
     return host.stuck
-
-
-def _tell(
-    connection: Any,
-    host: AgentHost,
-    asked: dict[int, "Future[Any]"],
-    sent: defaultdict[int, dict[bytes, Decoded]],
-    over: threading.Event,
-) -> None:
-    """Sends what agents do, and numbers their requests."""
-    numbers = itertools.count()
-    while not over.is_set():
-        if (event := host.next(0.1)) is None:
-            continue
-        episode, file = event.episode, io.BytesIO()
-        if isinstance(event, Asked):
-            number = next(numbers)
-            asked[number] = event.replies
-            _Pickler(file, episode, sent[episode]).dump((number, episode, event.ask))
-        else:
-            try:
-                told = cloudpickle.dumps(event)
-            except Exception as error:
-                told = pickle.dumps(Ended(episode, None, f"what the agent gave cannot be sent: {describe(error)}"))
-            pickle.dump((None, episode, told), file)
-        with suppress(OSError):  # the engine's process has ended
-            connection.send_bytes(file.getvalue())

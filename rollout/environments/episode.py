@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from dataproto.columns import media_parts
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, check_at_least
 from rollout.continuation import BegunTurn, Tokens, continued_experts
 from rollout.engine import Request
 from rollout.environments.environment import Failure, Observation
@@ -84,8 +84,7 @@ class EpisodeLimits:
     wall_clock: float | None = None  # seconds from the episode's begin, decoding included; None: no limit
 
     def __post_init__(self) -> None:
-        if self.turns < 1 or (self.tokens is not None and self.tokens < 1):
-            raise InvalidConfig(f"turns={self.turns}, tokens={self.tokens} must be at least 1")
+        check_at_least(1, self, "turns", "tokens")
         if not 0 < self.seconds < float("inf"):
             raise InvalidConfig(f"seconds={self.seconds}: must be a finite number above 0")
         if self.last_pictures is not None and self.last_pictures < 1:

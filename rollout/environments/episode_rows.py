@@ -27,6 +27,7 @@ from dataproto.columns import (
 )
 from dataproto.packing import MAX_TOKENS, PAD_TOKEN
 from dataproto.vlm import media_grids
+from rollout.continuation import common_length
 from rollout.engine import SamplingParams
 from rollout.environments.episode import Episode, EpisodeRow, EpisodeStart
 from rollout.environments.turn_renderer import TurnRenderer
@@ -171,9 +172,7 @@ def _common_length(rows: Sequence[Tensor]) -> int:
     """
     common = rows[0]
     for row in rows[1:]:
-        length = min(len(common), len(row))
-        differs = (common[:length] != row[:length]).nonzero()
-        common = common[: int(differs[0]) if len(differs) else length]
+        common = common[: common_length(common.tolist(), row.tolist())]
     return len(common)
 
 

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from dataproto.grouping import grouped_by
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, VLMFamily, media_spans
 from dataproto.vlm.costs import attention_window
@@ -149,22 +150,18 @@ class Decoder:
 
     def groups(self, requests: Sequence[OpenRequest]) -> list[list[OpenRequest]]:
         """The requests in groups that `read` takes under the token budget."""
-        groups: dict[int, list[OpenRequest]] = {}
         windowed = attention_window(self.model.config.get_text_config()) is not None
         unpadded = windowed or self.family.recurrent_mixers is not None
-        for row in requests:
-            kind = -1 if row.prefix is None else row.unread_tokens if unpadded else 0
-            groups.setdefault(kind, []).append(row)
-        return [part for rows in groups.values() for part in self._within_budget(rows)]
+        alike = grouped_by(requests, lambda row: -1 if row.prefix is None else row.unread_tokens if unpadded else 0)
+        return [part for rows in alike.values() for part in self._within_budget(rows)]
 
     def _within_budget(self, rows: list[OpenRequest]) -> list[list[OpenRequest]]:
         """The rows in groups whose distinct prompts keep the budget with padding, longest first. A longer prompt is
         a group of its own.
         """
-        prompts: dict[Hashable, list[OpenRequest]] = {}
-        for row in rows:
-            prompts.setdefault(_prompt_key(row), []).append(row)
-        ordered = sorted(prompts.values(), key=lambda samples: samples[0].unread_tokens, reverse=True)
+        ordered = sorted(
+            grouped_by(rows, _prompt_key).values(), key=lambda samples: samples[0].unread_tokens, reverse=True
+        )
         if ordered[0][0].unread_tokens * len(ordered) <= self.token_budget:
             return [rows]
         groups: list[list[OpenRequest]] = []

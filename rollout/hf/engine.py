@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from transformers import AutoTokenizer
 
 from dataproto.errors import DataProtoError, InvalidConfig, end_after, ending
+from dataproto.grouping import grouped_by
 from dataproto.transfer import move
 from rollout.engine import Completion, FinishReason, Request, SamplingParams, cpu_or_cuda, request_name, row_name
 from rollout.hf.batch import Batch
@@ -204,8 +205,6 @@ class HFEngine:
 
     def _start(self, rows: list[OpenRequest]) -> None:
         """Reads prompts, all of which continue a prefix or none. If one of them is refused, each is read by itself."""
-        if not rows:
-            return
         try:
             read = self._decoder.read(rows)
         except DataProtoError as error:
@@ -294,9 +293,7 @@ class HFEngine:
         """
         seeds, fixed = np.array([row.request.seed for row in rows], np.uint64), (self.banned_ids, self.undrawn_ids)
         numbers = move(torch.from_numpy(uniforms(seeds, drawn)), logits.device)
-        groups: dict[tuple[float, float, int, float], list[int]] = {}
-        for place, row in enumerate(rows):
-            groups.setdefault(row.sampling.policy, []).append(place)
+        groups = grouped_by(range(len(rows)), lambda place: rows[place].sampling.policy)
         if len(groups) == 1:
             return sample(logits.clone(), rows[0].sampling, numbers, *fixed)
         tokens, values = torch.empty_like(numbers, dtype=torch.int64), torch.empty_like(numbers, dtype=logits.dtype)

@@ -35,8 +35,7 @@ def load_head(family: VLMFamily, model: Any, model_path: str) -> PredictionHead 
         head = PredictionHead(family, model)
     wanted = {name: weight.shape for name, weight in head.state_dict().items()}
     found = {name: weight.shape for name, weight in tensors.items()}
-    if wanted != found:
-        wrong = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+    if wrong := sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name)):
         raise InvalidConfig(f"the weights mtp.* of {model_path} are not those of one layer of its model: {wrong[:5]}")
     head.load_state_dict(dict(tensors), assign=True)
     return head.to(model.get_submodule(family.embedding).weight).eval().requires_grad_(False)

@@ -237,7 +237,12 @@ class PromptBuilder:
         frames = self.read_frames(conversation, root)
         pieces = self._pieces(self.shown(conversation, frames))
         self.check_length(self.length(conversation, ids_of(pieces), root))
-        return conversation, pieces, self.process_media(conversation, root, frames)
+        read = iter(frames)
+        media = tuple(
+            next(read) if frames and kind == "video" else self._processes[kind](source, root)
+            for kind, source in zip(conversation.kinds(), conversation.media, strict=True)
+        )
+        return conversation, pieces, media
 
     def _pieces(self, conversation: Conversation) -> list[Piece]:
         """The tokens of a prompt."""
@@ -367,16 +372,6 @@ class PromptBuilder:
         """Raises `InvalidPrompt` if this number of tokens exceeds ``max_prompt_length``."""
         if length > self.max_prompt_length:
             raise InvalidPrompt(f"the prompt has {length} tokens, more than {self.limit_name}={self.max_prompt_length}")
-
-    def process_media(
-        self, conversation: Conversation, root: Any, frames: tuple[ProcessedVideo, ...] = ()
-    ) -> tuple[ProcessedMedium, ...]:
-        """The conversation's media, decoded and processed; ``frames`` are those of `read_frames`."""
-        read = iter(frames)
-        return tuple(
-            next(read) if frames and kind == "video" else self._processes[kind](source, root)
-            for kind, source in zip(conversation.kinds(), conversation.media, strict=True)
-        )
 
     @property
     def _processes(self) -> dict[str, Callable[[Any, Any], ProcessedMedium]]:

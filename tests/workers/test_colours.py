@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from recipes.demo.tiny_model import answered_rows, make_tiny_model, negative_log_probs
+from recipes.demo.tiny_model import answered_rows, make_tiny_model, next_token_loss
 from rollout.prompts import PromptBuilder
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.training.optimizer import OptimizerConfig
@@ -50,7 +50,7 @@ def test_the_right_word_comes_first(tmp_path, kind):
     actor = ActorWorker(ActorConfig(str(tmp_path / "model"), optimizer=schedule), CPU)
     for _ in range(steps):
         chosen = [random.choice(words) for _ in range(24)]
-        actor.update(answered_rows(builder, prompts(builder, chosen, random), chosen), negative_log_probs)
+        actor.update(answered_rows(builder, prompts(builder, chosen, random), chosen), next_token_loss)
 
     held_out = prompts(builder, words, Random(1))
     rows = answered_rows(builder, held_out.repeat(len(words)), [word for _ in words for word in words])

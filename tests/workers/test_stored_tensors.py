@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
 
 from helpers.examples import at_most
 from workers.weights.stored_tensors import CheckpointFiles, Range
-from workers.weights.weight_sources import ConvertedWeight, _converted
+from workers.weights.weight_sources import Conversion, ConvertedWeight
 
 CONVERTERS = {
     "experts": WeightConverter(
@@ -63,7 +63,7 @@ def converted(files, name):
     shapes.setdefault(first, ())
     model = SimpleNamespace(get_parameter=lambda name: torch.empty(shapes[name], device="meta"))
     wholes = exact.convert(first, model=model, config=None)
-    return _converted(first, converter, collected, shapes, None), wholes
+    return Conversion(first, converter, collected, shapes, None).stored(), wholes
 
 
 def a_part(draw, shape) -> Range:

@@ -32,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from dataproto.errors import MissingPackage, UnsupportedAttention
+from dataproto.grouping import grouped_by
 from dataproto.transfer import move
 from dataproto.vlm import VLMFamily
 from workers.model.patches import replace_forward, set_on_module
@@ -185,9 +186,7 @@ def _rule_for(device_type: str, dtype: torch.dtype) -> Rule:
 def _by_length(inputs: tuple[Tensor, ...], level: Level, first: Tensor | None, wants_final: bool) -> Ruled:
     """Pieces of similar lengths together, in plain torch; see `Rule`."""
     lengths = level.lengths
-    groups: dict[int, list[int]] = {}
-    for piece, length in enumerate(lengths):
-        groups.setdefault(max(length - 1, 7).bit_length(), []).append(piece)
+    groups = grouped_by(range(len(lengths)), lambda piece: max(lengths[piece] - 1, 7).bit_length())
     pieces = [x.split(lengths) for x in inputs]
     value = inputs[2]
     shape = (value.shape[1], inputs[1].shape[-1], value.shape[-1])
@@ -343,6 +342,12 @@ class HeadShare:
         return range(self.rank * share, (self.rank + 1) * share)
 
 
+Bounds = tuple[Tensor, Tensor | None, Tensor | None]
+"""``cu_seq_lens_q``, ``cu_seq_lens_k`` and ``key_index``."""
+Taps = tuple[Tensor, Tensor]
+"""What `Pieces.taps` returns."""
+
+
 def packed_gated_delta_net(
     mixer: Any,
     hidden_states: Tensor,
@@ -351,7 +356,7 @@ def packed_gated_delta_net(
     cu_seq_lens_k: Tensor | None = None,
     key_index: Tensor | None = None,
     peers: Peers | None = None,
-    taps: tuple[Tensor, Tensor] | None = None,
+    taps: Taps | None = None,
     **others: Any,
 ) -> Tensor:
     """The forward of a ``Qwen3_5GatedDeltaNet`` over packed rows: mixed states ``(1, S, H)`` of ``hidden_states (1, S, H)``.
@@ -376,7 +381,7 @@ def packed_gated_delta_net(
     if peers is not None:
         parts = _all_tokens(mixer, parts, peers)
         share = HeadShare(peers.rank, peers.size).inside(share)
-    out = _mix(mixer, parts, share, cu_seq_lens_q, cu_seq_lens_k, key_index, taps)  # (T, h, E)
+    out = _mix(mixer, parts, share, (cu_seq_lens_q, cu_seq_lens_k, key_index), taps)  # (T, h, E)
     if peers is not None:
         out = exchange(out.unflatten(0, (peers.size, -1)), peers).transpose(0, 1).flatten(1, 2)  # (S, heads, E)
     normed = gated_norm(out, gate.view(out.shape), mixer.norm.weight, mixer.layer_norm_epsilon)
@@ -396,20 +401,12 @@ def _all_tokens(mixer: Any, parts: list[Tensor], peers: Peers) -> list[Tensor]:
     return [torch.cat(qkv_parts, dim=1), rate, step]
 
 
-def _mix(
-    mixer: Any,
-    parts: list[Tensor],
-    share: HeadShare,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor | None,
-    key_index: Tensor | None,
-    taps: tuple[Tensor, Tensor] | None,
-) -> Tensor:
+def _mix(mixer: Any, parts: list[Tensor], share: HeadShare, bounds: Bounds, taps: Taps | None) -> Tensor:
     """Values ``(T, h, E)`` that the heads of ``share`` read, from their projections ``(T, .)``."""
     qkv, rate, step = parts
     weight = channels(mixer, mixer.conv1d.weight.squeeze(1), share)
     if taps is None:
-        taps = Pieces.of(cu_seqlens, key_cu_seqlens, key_index).taps(weight.shape[1])
+        taps = Pieces.of(*bounds).taps(weight.shape[1])
     mixed = silu(packed_convolution(qkv, weight, *taps))
     keys, values = share.of(mixer.num_k_heads), share.of(mixer.num_v_heads)
     width = len(keys) * mixer.head_k_dim
@@ -418,7 +415,6 @@ def _mix(
     value = value.unflatten(1, (len(values), -1))
     here = slice(values.start, values.stop)
     decay = -mixer.A_log[here].float().exp() * softplus(step.float() + mixer.dt_bias[here].float())
-    bounds = cu_seqlens, key_cu_seqlens, key_index
     return delta_rule_along_rows(query, key, value, decay, rate.float().sigmoid(), *bounds)
 
 

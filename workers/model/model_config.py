@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, check_at_least
 
 AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 """How the losses of tokens become one number; see `workers.training.loss_sums`."""
@@ -77,9 +77,8 @@ class ModelConfig:
     pipeline_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "scoring_token_budget"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InvalidConfig(f"{name}={value}: must be at least 1")
+        check_at_least(1, self, "token_budget", "scoring_token_budget")
+        check_at_least(0, self, "mtp_coef")
         if self.lora_rank < 0 or self.lora_alpha <= 0:
             raise InvalidConfig(
                 f"lora_rank={self.lora_rank} must be at least 0 and lora_alpha={self.lora_alpha} above 0"
@@ -98,8 +97,6 @@ class ModelConfig:
                 f"freeze_language=True trains only the vision tower: it needs freeze_vision=False (now {self.freeze_vision}) "
                 f"and lora_rank=0 (now {self.lora_rank})"
             )
-        if self.mtp_coef < 0:
-            raise InvalidConfig(f"mtp_coef={self.mtp_coef}: must be at least 0")
         if self.mtp_coef and (self.lora_rank or self.freeze_language):
             raise InvalidConfig(
                 f"mtp_coef={self.mtp_coef} trains weights of the checkpoint next to the policy's: it needs lora_rank=0 (now "

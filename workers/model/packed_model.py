@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dataproto.errors import InvalidConfig
 from dataproto.packing import PackedRows
-from dataproto.transfer import move
+from dataproto.transfer import pixels_on
 from dataproto.vlm import MediaSpans, VLMFamily
 from dataproto.vlm.prediction_head import holds_head
 from workers.model.attention import use_packed_attention
@@ -135,11 +135,6 @@ class TowerFeatures:
     def rank(self) -> int:
         """This process among those that share the sequence."""
         return 0
-
-
-def pixels_on(media: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The media with pixels on ``device``; grids stay on the host, which computes bounds of images and windows from them."""
-    return {name: move(value, device) if value.is_floating_point() else value for name, value in media.items()}
 
 
 class PackedVLM(nn.Module):

@@ -101,8 +101,7 @@ def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: distributed.ProcessGroup, device_type: str) -> None:
     """Adds up gradients over ``group``, in place; every rank holds the same shards and has gradients for the same ones."""
-    held = [p.grad for p in parameters if p.grad is not None]
-    gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in held]
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     sized = ((gradient, gradient.numel()) for gradient in gradients if gradient.numel())
     alike = (split_by_size(group, BUCKET_ELEMENTS) for _, group in groupby(sized, lambda each: each[0].dtype))
     for bucket in chain.from_iterable(alike):

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from dataproto.planning import balance
-from dataproto.transfer import move
+from dataproto.transfer import move, pixels_on
 from dataproto.vlm import MediaSpans
 from workers.model.kept_features import HeldFeatures
 from workers.model.model_config import ModelConfig
-from workers.model.packed_model import MediaPart, PackedVLM, TowerFeatures, pixels_on, select_rows
+from workers.model.packed_model import MediaPart, PackedVLM, TowerFeatures, select_rows
 from workers.parallel.transform import Transform
 from workers.ranks.autograd_collectives import Peers, exchange_rows
 from workers.ranks.mesh import Ranks

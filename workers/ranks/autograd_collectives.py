@@ -8,7 +8,7 @@ A value is *shared* if every rank holds the same value and computes the same wit
 every rank. A value is *split* if ranks hold parts of it, or do different work with it: gradients are then summed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,7 +39,7 @@ def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], peers
     """``(m, ...)``: the first ``sent[0]`` rows go to rank 0, the next ``sent[1]`` to rank 1, and so on. The first ``received[0]``
     rows of the result ``(n, ...)`` come from rank 0.
     """
-    return cast(Tensor, _ExchangeRows.apply(x, list(sent), list(received), peers))
+    return cast(Tensor, _Collective.apply(x, "exchange", "exchange", peers, (list(sent), list(received))))
 
 
 def gather_shared(x: Tensor, peers: Peers) -> Tensor:
@@ -79,16 +79,12 @@ def _done(started: Tensor) -> Tensor:
     return cast(Tensor, _c10d.wait_tensor(started))
 
 
-def _all_to_all(x: Tensor, peers: Peers) -> Tensor:
+def _all_to_all(x: Tensor, peers: Peers, sent: Sequence[int] = (), received: Sequence[int] = ()) -> Tensor:
     equal = [1] * peers.size
-    return _done(_c10d.all_to_all_single(x.contiguous(), equal, equal, peers.name))
+    return _done(_c10d.all_to_all_single(x.contiguous(), received or equal, sent or equal, peers.name))
 
 
-def _all_to_all_rows(x: Tensor, sent: list[int], received: list[int], peers: Peers) -> Tensor:
-    return _done(_c10d.all_to_all_single(x.contiguous(), received, sent, peers.name))
-
-
-_COLLECTIVES = {
+_COLLECTIVES: dict[str, Callable[..., Tensor]] = {
     "exchange": _all_to_all,
     "gather": all_gather_tensor,
     "sum and split": lambda x, peers: _done(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", peers.size, peers.name)),
@@ -97,24 +93,16 @@ _COLLECTIVES = {
 
 
 class _Collective(torch.autograd.Function):
-    """One of `_COLLECTIVES`, and another one for its gradient, by their names, which ``torch.compile`` understands."""
+    """One of `_COLLECTIVES`, and another one for its gradient, by their names, which ``torch.compile`` understands.
+
+    ``rows``: how many go to each rank and come from it, if these are not equal parts; the gradient goes the other way.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, back: str, peers: Peers) -> Tensor:
-        ctx.back, ctx.peers = back, peers
-        return _COLLECTIVES[name](x, peers)
+    def forward(ctx: Any, x: Tensor, name: str, back: str, peers: Peers, rows: tuple[list[int], ...] = ()) -> Tensor:
+        ctx.back, ctx.peers, ctx.rows = back, peers, rows
+        return _COLLECTIVES[name](x, peers, *rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _COLLECTIVES[ctx.back](gradient, ctx.peers), None, None, None
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], peers: Peers) -> Tensor:
-        ctx.back = received, sent, peers
-        return _all_to_all_rows(x, sent, received, peers)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all_rows(gradient, *ctx.back), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _COLLECTIVES[ctx.back](gradient, ctx.peers, *ctx.rows[::-1]), None, None, None, None

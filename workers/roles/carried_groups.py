@@ -19,7 +19,6 @@ from dataproto.errors import DataProtoError, RequestFailed
 from dataproto.vlm import VLMFamily
 from rollout.continuation import BEGUN, BegunTurn, Tokens
 from rollout.engine import Completion, FinishReason, SamplingParams
-from rollout.environments import Episode
 from rollout.responses import attach_responses, expert_columns
 from workers.ranks.dispatch_modes import Arguments, join_rows
 from workers.training.mini_batches import ROW
@@ -126,11 +125,6 @@ def response_rows(
         for (tokens, _), finished in zip(found, whole, strict=True)
     ]
     return with_begun(data, whole, begun, failure)
-
-
-def shown_episodes(episodes: Sequence[Episode]) -> list[Episode]:
-    """The episodes that have ended; in the place of each other one an episode that has not begun."""
-    return [episode if episode.ended else type(episode)(episode.start) for episode in episodes]
 
 
 def with_begun(

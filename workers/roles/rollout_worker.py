@@ -318,7 +318,8 @@ class RolloutWorker:
 
         episodes, failure = drive(self.engine, self.engine_group, played)
         most = plan.limits.most_tokens(sampling.max_tokens)
-        samples[PLACE], shown = np.arange(len(samples)), carried_groups.shown_episodes(episodes)
+        samples[PLACE] = np.arange(len(samples))
+        shown = [each if each.ended else type(each)(each.start) for each in episodes]  # or one that has not begun
         data = episode_columns(samples, shown, self.renderer, most, self._no_experts)
         plan.add_columns(data, shown)
         places = data.pop(non_tensor_batch_keys=[PLACE])[PLACE]

@@ -80,10 +80,12 @@ class PreparedRows:
             tower: see `forward_rows`.
             keeps: whether to use features that the module has kept, and to keep further ones.
         """
-        inputs, spans = place_media(module, self.rows, self.packed, self.shared)
-        wanted, config = None, module.model.config
+        placed, config = placed_media(module, self.rows, self.shared), module.model.config
+        media = module.family.distinct_media(placed, config)
+        spans = media_spans(self.packed.token_types, media, self.packed.cu_seqlens)
+        inputs, wanted = media.inputs, None
         if module.kept is not None and keeps:
-            wanted = module.kept.wanted(placed_media(module, self.rows, self.shared), inputs)
+            wanted = module.kept.wanted(placed, inputs)
             inputs = wanted.inputs
         inputs = inputs or (module.family.dummy_media(config) if tower else {})
         return (module.features.share(config, inputs, device) if inputs else None), spans, wanted
@@ -105,14 +107,6 @@ def recorded_experts(rows: DataProto, shared: Tensor) -> Tensor:
     for row, continues in enumerate(shared.tolist()):
         parts += [responses[row]] if continues else [prompts[row], responses[row]]
     return torch.cat(parts)
-
-
-def place_media(
-    module: PackedVLM, rows: DataProto, packed: PackedRows, shared: Tensor
-) -> tuple[dict[str, Tensor], MediaSpans]:
-    """The rows' distinct media, and the places of its features. The media of a shared prompt belong to its first row."""
-    media = module.family.distinct_media(placed_media(module, rows, shared), module.model.config)
-    return media.inputs, media_spans(packed.token_types, media, packed.cu_seqlens)
 
 
 def placed_media(module: PackedVLM, rows: DataProto, shared: Tensor) -> list[RowMedia]:

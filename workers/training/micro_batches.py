@@ -167,11 +167,11 @@ def plan_rows(
 def _pieces(lengths: Tensor, lead: Tensor, follows: Tensor, token_budget: int) -> list[slice]:
     """Runs of rows that share something, cut where they exceed the budget."""
     starts = [row for row, continues in enumerate(follows.tolist()) if not continues or row == 0]
-    pieces = []
-    for start, stop in pairwise([*starts, len(lengths)]):
-        for part in split_by_tokens(lengths[start:stop], token_budget, lead=lead[start:stop]):
-            pieces.append(slice(start + part.start, start + part.stop))
-    return pieces
+    return [
+        slice(start + part.start, start + part.stop)
+        for start, stop in pairwise([*starts, len(lengths)])
+        for part in split_by_tokens(lengths[start:stop], token_budget, lead=lead[start:stop])
+    ]
 
 
 def as_index(rows: np.ndarray) -> slice | Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from dataproto.errors import InvalidConfig
+from dataproto.grouping import grouped_by
 from workers.model.model_config import AdamParams, OptimizerConfig
 from workers.model.named_weights import full_tensor
 from workers.ranks.autograd_collectives import local_part
@@ -167,11 +168,8 @@ def new_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
 
 def group_by_layout(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters grouped by their layout over ranks: plain ones, and DTensors of each mesh and placement."""
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        groups.setdefault(layout, []).append(parameter)
-    return list(groups.values())
+    layouts = grouped_by(parameters, lambda p: (p.device_mesh, p.placements) if isinstance(p, DTensor) else None)
+    return list(layouts.values())
 
 
 def clip_by_global_norm(
@@ -191,7 +189,6 @@ def clip_by_global_norm(
         stages: ranks that hold other parameters of the same model.
         repeated: ids of parameters that are scaled here, and counted by another stage.
     """
-    gradients = [[p.grad for p in group if p.grad is not None] for group in groups]
     counted = [[p.grad for p in group if p.grad is not None and id(p) not in repeated] for group in groups]
     norms = [float(group_norm(group)) for group in counted if group]
     if stages is not None:
@@ -201,8 +198,8 @@ def clip_by_global_norm(
     norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
     scale = clipping(norm, max_norm)
     if scale is not None:
-        for group in gradients:
-            torch._foreach_mul_([local_part(gradient) for gradient in group], scale)
+        for group in groups:
+            torch._foreach_mul_([local_part(p.grad) for p in group if p.grad is not None], scale)
     return norm
 
 

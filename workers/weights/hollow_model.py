@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto.vlm import VLMFamily
 from dataproto.vlm.prediction_head import PredictionHead
-from rollout.pretrained import check_not_quantized, generation_config
+from rollout.pretrained import check_not_quantized, generation_config, quantized
 from workers.model.lora import base_name
 from workers.model.patches import keep_value, parameter_places, place_buffer, place_parameter
 from workers.weights.stored_tensors import PLAIN_NUMBERS, CheckpointFiles, Range, StoredTensor, whole
@@ -89,10 +89,7 @@ def _check_numbers(model: PreTrainedModel, files: CheckpointFiles, sources: Weig
         for name, stored in sources.stored.items():
             for each in stored.names if shown[name].is_floating_point() else ():
                 if (kind := files.kind(each)) not in PLAIN_NUMBERS.values():
-                    raise InvalidConfig(
-                        f"{files.source} holds quantized weights: {each} is of type {kind}, and its scale would be left out; "
-                        "name the checkpoint in bfloat16"
-                    )
+                    raise quantized(files.source, each, kind)
 
 
 def _untie_different(model: PreTrainedModel, files: CheckpointFiles, sources: WeightSources) -> None:
@@ -148,20 +145,19 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
 
     What is added to a model, such as adapters, is made on the device of the weights that it belongs to; so it has its value.
     """
-    hollow: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by stand-in, which is kept
     by_weight: dict[nn.Parameter, nn.Parameter] = {}
     for owner, name, weight in parameter_places(model):
         if weight.is_meta:
             if weight not in by_weight:
                 value = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
                 by_weight[weight] = nn.Parameter(value, requires_grad=weight.requires_grad)
-                hollow[id(by_weight[weight])] = by_weight[weight], weight
             place_parameter(owner, name, by_weight[weight])
     yield
-    for owner, name, weight in parameter_places(model):
-        if id(weight) in hollow:
-            hollow[id(weight)][1].requires_grad_(weight.requires_grad)
-            place_parameter(owner, name, hollow[id(weight)][1])
+    hollow = {id(stand_in): weight for weight, stand_in in by_weight.items()}
+    for owner, name, stand_in in parameter_places(model):
+        if id(stand_in) in hollow:
+            hollow[id(stand_in)].requires_grad_(stand_in.requires_grad)
+            place_parameter(owner, name, hollow[id(stand_in)])
 
 
 def make_room(module: nn.Module, device: torch.device, parameters_on: torch.device) -> None:

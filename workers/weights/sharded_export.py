@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,18 @@ from torch.distributed import ProcessGroup
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from dataproto.errors import WAY_OUT, CheckpointError, not_hiding
 from dataproto.vlm import VLMFamily
 from dataproto.vlm.prediction_head import holds_head
+from rollout.pretrained import file_if_there
 from workers.model.named_weights import base_parameters, meta_copy, named_buffers, named_weights
 from workers.model.patches import set_on_module
 from workers.ranks.mesh import Ranks, gathered
 from workers.weights.hollow_model import absent_weights, hollow_model
 from workers.weights.stored_tensors import CheckpointFiles, whole
 
-_IF_THERE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 FILE_BYTES = 2 << 30
 """Of a file, unless one layer is larger."""
 
@@ -254,9 +253,8 @@ class ShardedExport:
         for old in self.directory.glob("model*.safetensors*"):
             if old.name not in files:
                 old.unlink()
-        if files == {SAFE_WEIGHTS_NAME}:
-            return
-        write_index(self.directory, places, sum(weight.numel() for weight in self.shell.parameters()))
+        if files != {SAFE_WEIGHTS_NAME}:
+            write_index(self.directory, places, sum(weight.numel() for weight in self.shell.parameters()))
 
 
 class UnusedWeights:
@@ -274,14 +272,14 @@ class UnusedWeights:
         if not family.unused_weights or not source:
             return
         self.files = CheckpointFiles(source, download=False)
-        unused = [name for name in self.files.names if any(fnmatchcase(name, each) for each in family.unused_weights)]
+        unused = [name for name in self.files.names if family.is_unused(name)]
         names = [] if holds_head(model, family) else unused
         with self.files.opened():
             self.sizes = {name: 2 * prod(self.files.tensor(name).shape) for name in names}  # as if in bfloat16
         if (family.part and self.files.names) or (names and family.unused_configs):
             self.config = AutoConfig.from_pretrained(source)
             self.before = f"{family.part}." if hasattr(self.config, f"{family.part}_config") else ""
-            found = [cached_file(source, name, **_IF_THERE) for name in family.unused_files]
+            found = [file_if_there(source, name) for name in family.unused_files]
             self.further_files = [file for file in found if file is not None]
 
     def of(self, names: frozenset[str]) -> dict[str, Tensor]:

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from dataproto.errors import CheckpointError
+from rollout.pretrained import file_if_there
 
 PLAIN_NUMBERS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """Types of numbers that need no scale, and their names in safetensors files."""
@@ -128,14 +129,7 @@ class CheckpointFiles:
         return {name: path for name, file in places.items() if (path := paths[file]) is not None}
 
     def _path(self, name: str) -> str | None:
-        return cached_file(
-            self.source,
-            name,
-            local_files_only=not self._download,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        return file_if_there(self.source, name, local_files_only=not self._download)
 
 
 @dataclass(frozen=True)

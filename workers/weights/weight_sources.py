@@ -4,7 +4,6 @@ import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -54,7 +53,7 @@ class WeightSources:
             conversions, unexpected = _group_by_weight(model, shapes, files)
             stored: dict[str, StoredTensor] = {}
             for first, (converter, collected) in conversions.items():
-                stored |= _converted(first, converter, collected, shapes, model.config)
+                stored |= Conversion(first, converter, collected, shapes, model.config).stored()
         for name, tensor in stored.items():
             if name in shapes and tensor.shape != shapes[name]:
                 raise CheckpointError(
@@ -93,34 +92,6 @@ def _group_by_weight(
     return grouped, unexpected
 
 
-def _converted(
-    first: str,
-    converter: WeightConverter | None,
-    collected: Collected,
-    shapes: Mapping[str, tuple[int, ...]],
-    config: Any,
-) -> dict[str, StoredTensor]:
-    """The weights that a conversion makes, by name; ``first`` is the name of the first one."""
-    if converter is None:
-        return {first: next(iter(collected.values()))[0]}
-    if not all(type(operation) in _OPERATIONS for operation in converter.operations):
-        # Each read converts all that is stored for one conversion.
-        conversion = WholeConversion(first, converter, collected, shapes, config)
-        if len(converter.target_patterns) == 1:
-            return {first: ConvertedWeight(conversion, first, shapes[first])}
-        found = conversion.convert().items()
-        return {name: ConvertedWeight(conversion, name, tuple(made.shape)) for name, made in found}
-    made = collected
-    for operation in converter.operations:
-        made = _OPERATIONS[type(operation)](operation, made, converter, shapes[first])
-    full = first.replace("*.", "0.")
-    inside = next((pattern for pattern in made if pattern in full), None)
-    if inside is None:
-        return {name: tensors[0] for name, tensors in made.items()}
-    before, _, after = full.partition(inside)
-    return {before + pattern + after: tensors[0] for pattern, tensors in made.items()}
-
-
 def _merge(operation: Any, made: Collected, converter: WeightConverter, shape: Sequence[int]) -> Collected:
     return {
         operation.get_target_pattern(len(made), name, converter.target_patterns): [
@@ -152,17 +123,40 @@ _OPERATIONS: dict[type, Callable[..., Collected]] = {
 
 
 @dataclass(frozen=True)
-class WholeConversion:
-    """A conversion by transformers' own code, of whole tensors."""
+class Conversion:
+    """What is stored for a weight, or for several that are stored as one, and how they are made of it.
+
+    ``first`` is the name of the first weight, and ``converter`` transformers' ``WeightConverter``; ``None`` where the weight is
+    stored as it is.
+    """
 
     first: str
-    converter: WeightConverter
+    converter: Any
     collected: Collected
     shapes: Mapping[str, tuple[int, ...]]
     config: Any
 
-    def convert(self) -> dict[str, Tensor]:
+    def stored(self) -> dict[str, StoredTensor]:
         """The weights by name."""
+        first, converter, made = self.first, self.converter, self.collected
+        if converter is None:
+            return {first: next(iter(made.values()))[0]}
+        if not all(type(operation) in _OPERATIONS for operation in converter.operations):
+            # Each read converts all that is stored for one conversion.
+            if len(converter.target_patterns) == 1:
+                return {first: ConvertedWeight(self, first, self.shapes[first])}
+            return {name: ConvertedWeight(self, name, tuple(each.shape)) for name, each in self.convert().items()}
+        for operation in converter.operations:
+            made = _OPERATIONS[type(operation)](operation, made, converter, self.shapes[first])
+        full = first.replace("*.", "0.")
+        inside = next((pattern for pattern in made if pattern in full), None)
+        if inside is None:
+            return {name: tensors[0] for name, tensors in made.items()}
+        before, _, after = full.partition(inside)
+        return {before + pattern + after: tensors[0] for pattern, tensors in made.items()}
+
+    def convert(self) -> dict[str, Tensor]:
+        """The weights by name, by transformers' own code, of whole tensors."""
         converter = copy.deepcopy(self.converter)
         for pattern, tensors in self.collected.items():
             for tensor in tensors:
@@ -178,9 +172,9 @@ class WholeConversion:
 
 @dataclass(frozen=True)
 class ConvertedWeight:
-    """A weight of a `WholeConversion`."""
+    """A weight that a `Conversion` makes of whole tensors."""
 
-    conversion: WholeConversion
+    conversion: Conversion
     name: str
     shape: tuple[int, ...]
 
@@ -195,6 +189,4 @@ class ConvertedWeight:
 def _is_known(name: str, model: PreTrainedModel, family: VLMFamily) -> bool:
     """Whether a tensor that the model lacks belongs in its checkpoints all the same."""
     ignored = [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ())]
-    if any(re.search(pattern, name) for pattern in ignored):
-        return True
-    return any(fnmatchcase(name, pattern) for pattern in family.unused_weights)
+    return any(re.search(pattern, name) for pattern in ignored) or family.is_unused(name)

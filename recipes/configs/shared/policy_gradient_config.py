@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, check_at_least
 from recipes.algorithms.options import AlgorithmConfig
 from recipes.configs.shared.device_preset import Machine, fitting, on_devices, this_machine
 from recipes.configs.shared.rollout_options import AgentsConfig, RolloutOptions
-from recipes.configs.shared.run_config import RecipeConfig, check_at_least, check_kept
+from recipes.configs.shared.run_config import RecipeConfig, check_kept
 from recipes.data.column_keys import ColumnOptions, refuse_without_data
 from recipes.data.problem_rows import INSTRUCTION
 from recipes.data.row_values import read_instruction

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import check_at_least
 
 if TYPE_CHECKING:
     from rollout.environments import EpisodeLimits
@@ -33,8 +33,7 @@ class RolloutOptions:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.staleness is not None and self.staleness < 0:
-            raise InvalidConfig(f"rollout.staleness={self.staleness}: must be at least 0")
+        check_at_least(0, self, "staleness", group="rollout.")
 
     @property
     def at_a_time(self) -> float:

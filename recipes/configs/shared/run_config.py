@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, check_at_least
 from recipes.watch.loggers import check_loggers
 from rollout.engine import ENGINES, check_engine_options
 from workers.cluster.ray_config import RayConfig
@@ -65,14 +65,6 @@ class RunConfig:
         if not 0 <= self.seed < 2**63:
             raise InvalidConfig(f"seed={self.seed}: must be at least 0 and less than 2**63")
         check_loggers(self.loggers or ())
-
-
-def check_at_least(least: int, config: Any, *names: str, group: str = "") -> None:
-    """Raises `InvalidConfig` for the first of a configuration's numbers that is too small; ``None`` is no number."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise InvalidConfig(f"{group}{name}={value}: must be at least {least}")
 
 
 def announce_small_model(config: Any) -> None:

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import InvalidConfig
-from recipes.configs.shared.run_config import RecipeConfig, RunConfig, check_at_least, check_kept
+from dataproto.errors import InvalidConfig, check_at_least
+from recipes.configs.shared.run_config import RecipeConfig, RunConfig, check_kept
 from recipes.data.column_keys import ColumnOptions, RowOptions, refuse_without_data
 from workers.model.model_config import OptimizerConfig
 
