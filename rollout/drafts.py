@@ -12,7 +12,7 @@ Each pass has drafts too where several ranks run one vLLM: their clocks differ, 
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, median
+from statistics import fmean, median
 from time import perf_counter
 
 import torch
@@ -23,6 +23,8 @@ NGRAM_SIZES = (4, 2)
 TRIAL = 3
 """The number of passes with drafts, and then without, by which the two are compared. None of them reads a prompt, or comes
 directly after one of the other kind."""
+WINDOW = 16
+"""So many last passes of each kind count. A device that is busy with drafts for long gets slower than it was in a trial."""
 AGAIN = 64, 256, 1024
 """After so many passes the two are compared again, and after each further 1,024."""
 
@@ -32,7 +34,7 @@ class _Comparison:
     """Compares passes that have drafts with passes that have none, over about equally many rows."""
 
     passes: tuple[list[tuple[float, float]], list[tuple[float, float]]] = field(default_factory=lambda: ([], []))
-    """Tokens a row and seconds of each compared pass, without drafts and with them."""
+    """Tokens a row and seconds of the last compared passes, without drafts and with them."""
     number: int = 0  # of passes until now
 
     @property
@@ -45,7 +47,7 @@ class _Comparison:
         if not self.done:
             return len(self.passes[1]) < TRIAL
         rates = [
-            mean(tokens) / median(seconds) for tokens, seconds in (zip(*part, strict=True) for part in self.passes)
+            fmean(tokens) / median(seconds) for tokens, seconds in (zip(*part, strict=True) for part in self.passes)
         ]
         return rates[1] > rates[0]
 
@@ -54,8 +56,9 @@ class _Comparison:
         self.number += 1
         if self.number in AGAIN or not self.number % AGAIN[-1]:
             self.passes = [], []
-        elif not changed and len(self.passes[drafted]) < TRIAL:
+        elif not changed:
             self.passes[drafted].append((tokens, seconds))
+            del self.passes[drafted][:-WINDOW]
 
 
 class Payoff:
@@ -89,7 +92,8 @@ class Payoff:
         if not compared.number:
             nearest = sorted(self._compared.items(), key=lambda other: abs(other[0] - digits))
             known = (each.passes for size, each in nearest if each.done and each.drafts() == (size > digits))
-            compared.passes = next(known, compared.passes)
+            without, with_drafts = next(known, compared.passes)
+            compared.passes = [*without], [*with_drafts]
         return compared
 
 

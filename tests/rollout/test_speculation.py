@@ -147,6 +147,16 @@ def test_a_way_that_has_become_faster_is_taken(monkeypatch):
     assert device.passes(100)[11:] == [True] * 89
 
 
+def test_drafts_end_where_a_device_gets_slower_by_them(monkeypatch):
+    """By a third, after twenty passes with drafts, as one does that reaches the limit of its power."""
+    device = Device(1.5, 1, monkeypatch)
+    assert device.passes(28)[8:] == [True] * 20
+    device.lasts = 2.1
+    found = device.passes(100)
+    assert not any(found[12:30])
+    assert sum(found) < 20  # with those of the next comparison
+
+
 def test_few_rows_may_have_drafts_where_many_have_none(monkeypatch):
     device = Device(1.5, 0, monkeypatch)
     assert not any(device.passes(60, rows=8)[8:])
