@@ -188,19 +188,20 @@ class PolicySampler(Sampler):
 
         -1 fills a row after its first token that differs from the draft.
         """
-        rows = np.repeat(np.arange(len(drafted)), drafted + 1)
-        ahead = np.arange(len(rows)) - np.repeat(np.cumsum(drafted + 1) - (drafted + 1), drafted + 1)
+        rows, columns = np.repeat(np.arange(len(drafted)), drafted + 1), np.arange(1 + int(drafted.max(initial=0)))
+        firsts = np.cumsum(drafted + 1) - (drafted + 1)
+        ahead = np.arange(len(rows)) - firsts[rows]
         begun = np.where(ahead, 0, 1 + np.maximum(drafted - self.filled[self._rows], 0)[rows])
         tokens = self._draw(
             logits, rows, (steps - drafted)[rows] + ahead, discarded[rows], *self._parts_of(rows), begun
         )
-        place = self._shared(np.stack([rows, ahead]))
-        drawn = tokens.new_full((len(drafted), 1 + int(drafted.max(initial=0))), -1)
-        drawn[place[0], place[1]] = tokens
-        wanted, target = torch.full_like(drawn, -2), self._shared(np.stack([rows, ahead])[:, ahead < drafted[rows]])
-        wanted[target[0], target[1]] = drafts.to(drawn.dtype)
-        kept = (drawn == wanted)[:, :-1].cumprod(1).bool()
-        drawn[:, 1:] = drawn[:, 1:].masked_fill(~kept, -1)
+        there = columns <= drafted[:, None]
+        places = np.where(there, firsts[:, None] + columns, 0)
+        draft_places = np.where(there & (columns > 0), places - np.arange(len(drafted))[:, None] - 1, 0)
+        places, draft_places, there = self._shared(np.stack([places, draft_places, there]))
+        drawn = tokens[places]
+        kept = ((drawn[:, :-1] == drafts[draft_places[:, 1:]]) * there[:, 1:]).cumprod(1)
+        drawn[:, 1:].masked_fill_(kept == 0, -1)
         return drawn
 
     def _trial(self, logits: Tensor) -> Tensor:

@@ -83,10 +83,10 @@ class SecondRunnerSampler(PolicySampler):
         after_first = self._shared(np.delete(np.arange(len(logits)), ends - drafted - 1))
         drafts = batch.input_ids[batch.logits_indices[after_first]]
         tokens = self._draw_next_to(logits, drafted, drafts, steps, discarded)
-        read, counts = self._shared(np.stack([drafted + 1, ~discarded]))
-        sampled = (tokens >= 0).sum(1) * counts
+        read, counts = self._shared(np.stack([drafted + 1, ~discarded]).astype(np.int32))
+        sampled = (tokens >= 0).sum(1, dtype=torch.int32) * counts
         self._drawn = tokens, sampled
-        return _output(tokens, sampled.int(), ((read - sampled) * counts).int())
+        return _output(tokens, sampled, (read - sampled) * counts)
 
     def propose(self, input_batch: Any, *_: Any, dummy_run: bool = False, **options: Any) -> Tensor:
         """Drafts ``(B, K)`` int64 by n-grams for the rows of the step that has just ended, filled up with 0."""
