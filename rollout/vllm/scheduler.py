@@ -148,25 +148,26 @@ class _Decoding:
         return found
 
     def _add_tokens(self, plan: Any, output: Any) -> dict[str, int]:
-        """Adds the new token to each row that only becomes longer. Returns the numbers of scheduled tokens of all other rows, by
+        """Adds the new tokens to each row that only becomes longer. Returns the numbers of scheduled tokens of all other rows, by
         name; vLLM adds their tokens.
         """
         own: Any = self
         slots, rows, found = self._slots, plan.num_scheduled_tokens, output.sampled_token_ids
-        if slots is None or plan.total_num_scheduled_tokens != len(rows) or not found:
+        if slots is None or self._reads(plan) or not found:
             return rows
         left, known, places = {}, own.requests, output.req_id_to_index
         longest, unit, ahead = own.max_model_len, slots.unit, own._ahead
         for name in rows:
             request, tokens = known.get(name), found[places[name]]
-            if request is None or len(tokens) != 1 or not only_becomes_longer(request, tokens[0], longest, unit):
+            if request is None or not only_becomes_longer(request, tokens, longest, unit):
                 left[name] = rows[name]
                 continue
-            request.append_output_token_ids(tokens[0])
-            request.num_output_placeholders -= ahead
+            request.append_output_token_ids(tokens)
+            request.num_computed_tokens -= rows[name] - len(tokens)  # the drafts that do not count
+            request.num_output_placeholders -= ahead * rows[name]
             if hasattr(request, "num_in_flight_tokens"):  # since vLLM 0.32
-                request.num_in_flight_tokens -= 1
-            vars(request).setdefault(UNTOLD, []).append(tokens[0])
+                request.num_in_flight_tokens -= rows[name]
+            vars(request).setdefault(UNTOLD, []).extend(tokens)
         return left
 
     def _read_first_samples_first(self) -> None:
@@ -212,16 +213,19 @@ def decodes(request: Any, longest: int, drafts: int = 0) -> bool:
     return one and not request.is_prefill_chunk and read + 2 - coming < limit and read + 2 + drafts <= longest
 
 
-def only_becomes_longer(request: Any, token: int, longest: int, unit: int) -> bool:
-    """Whether the next ``token`` of a request only makes it longer: the response has begun, the token does not end it, and no
-    block of ``unit`` tokens becomes full, of which vLLM would note the hash.
+def only_becomes_longer(request: Any, tokens: Sequence[int], longest: int, unit: int) -> bool:
+    """Whether the next ``tokens`` of a request only make it longer: the response has begun, they do not end it, and no block of
+    ``unit`` tokens becomes full, of which vLLM would note the hash.
     """
-    read = request.num_tokens
-    within = (
-        0 < read % unit < unit - 1 and read + 1 < longest and 2 <= request.num_output_tokens < request.max_tokens - 1
+    read, more = request.num_tokens, len(tokens)
+    room = (
+        0 < read % unit < unit - more
+        and read + more < longest
+        and request.num_output_tokens < request.max_tokens - more
     )
-    plain = within and request.status is RequestStatus.RUNNING and PUT_OFF not in vars(request)
-    return plain and token not in request.sampling_params.stop_token_ids
+    plain = room and request.status is RequestStatus.RUNNING and PUT_OFF not in vars(request)
+    stops = request.sampling_params.stop_token_ids
+    return bool(tokens) and plain and request.num_output_tokens >= 2 and not any(token in stops for token in tokens)
 
 
 class DecodingScheduler(_Decoding, Scheduler):

@@ -156,8 +156,10 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
 
 
 @pytest.mark.long
-def test_a_plan_with_drafts_used_again_is_the_one_that_vllm_makes(tmp_path, monkeypatch):
-    """Rows that end one after the other, and passes with drafts and without in turns."""
+def test_plans_and_rows_with_drafts_are_those_that_vllm_makes(tmp_path, monkeypatch):
+    """Rows that end one after the other, and passes with drafts and without in turns. Rows that only become longer, by several
+    tokens at once, are left as vLLM leaves them.
+    """
     if not interpreted():
         pytest.skip("test_vllm_second_runner.py runs this with Triton's interpreter")
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -172,6 +174,13 @@ def test_a_plan_with_drafts_used_again_is_the_one_that_vllm_makes(tmp_path, monk
     monkeypatch.setattr(scheduler, "_payoff", Payoff())
     made, own = [], Scheduler.schedule
     monkeypatch.setattr(Scheduler, "schedule", lambda *given: made.append(given) or own(*given))
+    left, update = [], Scheduler.update_from_output
+
+    def noted_rows(self, plan, output):
+        left.extend((name, plan.scheduled_spec_decode_tokens.get(name)) for name in plan.num_scheduled_tokens)
+        return update(self, plan, output)
+
+    monkeypatch.setattr(Scheduler, "update_from_output", noted_rows)
     setup = SimpleNamespace(builder=builder, prompts=builder(ROWS[:4]))
 
     def plans():
@@ -184,6 +193,8 @@ def test_a_plan_with_drafts_used_again_is_the_one_that_vllm_makes(tmp_path, monk
             rows, drafts = plan.scheduled_cached_reqs, [*map(len, plan.scheduled_spec_decode_tokens.values())]
             new = [None if each is None else [len(group) for group in each] for each in rows.new_block_ids]
             numbers = rows.num_computed_tokens, rows.num_output_tokens, plan.num_spec_tokens_to_schedule
+            rows_held = [(each.num_output_placeholders, each.num_in_flight_tokens) for each in scheduler.running]
+            numbers = *numbers, rows_held, scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
             found.append((list(plan.num_scheduled_tokens.values()), drafts, new, *numbers))
             return plan
 
@@ -192,11 +203,15 @@ def test_a_plan_with_drafts_used_again_is_the_one_that_vllm_makes(tmp_path, monk
         return data["responses"], data["accepted_tokens"].sum(), found, len(made) - made_before
 
     tokens, accepted, used_again, few = plans()
+    few_left = sum(bool(drafts) for _, drafts in left)
+    left.clear()
     engine.llm.reset_prefix_cache()
     monkeypatch.setattr(scheduler, "_same_rows", lambda: None)
+    monkeypatch.setattr(scheduler, "_add_tokens", lambda plan, _: plan.num_scheduled_tokens)
     vllm_tokens, _, vllm_plans, all_of_them = plans()
     assert torch.equal(tokens, vllm_tokens)
     assert used_again == vllm_plans
     assert {len(drafts) for _, drafts, *_ in used_again} >= {0, 3}
     assert accepted > 0
     assert few < 0.8 * all_of_them == 0.8 * len(vllm_plans)
+    assert 0 < few_left < 0.4 * sum(bool(drafts) for _, drafts in left)

@@ -362,7 +362,7 @@ def test_whole_engines_run_on_the_second_runner() -> None:
         "test_fused_sampling.py",
         "test_vllm_speculation.py",
         "test_vllm_recurrent.py::test_whatever_is_drafted_tokens_and_log_probs_are_equal",
-        "test_vllm_recurrent.py::test_a_plan_with_drafts_used_again_is_the_one_that_vllm_makes",
+        "test_vllm_recurrent.py::test_plans_and_rows_with_drafts_are_those_that_vllm_makes",
         "test_vllm_experts.py",
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "vllm", *(str(folder / each) for each in tests)]
