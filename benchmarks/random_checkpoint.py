@@ -33,7 +33,7 @@ def make(path: Path, size: str) -> Path:
 
 
 def write(path: Path, size: str, weights: bool = True) -> Path:
-    """Writes the checkpoint in bfloat16, or all but its weights."""
+    """Writes the checkpoint in bfloat16, or all but the weights of the model; those of a head that drafts come always."""
     make_tiny_model(path)  # tokenizer, image processor, generation settings
     if size == "tiny":
         return path
@@ -57,7 +57,7 @@ def write(path: Path, size: str, weights: bool = True) -> Path:
 
 
 def _add_head(path: Path, model: Any) -> None:
-    """Writes a head that drafts, if the model's family has one; without the other weights too, since its names tell of it."""
+    """Writes a head that drafts, if the model's family has one: engines find it by the names of its weights."""
     family = family_of(model.config)
     if family.prediction_head is None:
         return
