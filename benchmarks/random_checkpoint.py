@@ -16,6 +16,7 @@ sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place or 
 
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from torch import Tensor  # noqa: E402
 from transformers import AutoImageProcessor, Qwen2_5_VLConfig  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 
@@ -46,25 +47,20 @@ def write(path: Path, size: str, weights: bool = True) -> Path:
         torch.set_default_dtype(torch.float32)
     for file in path.glob("*.safetensors"):
         file.unlink()
-    _add_head(path, model)
+    head: dict[str, Tensor] = {}
+    if "qwen3.5" in size:  # engines find a head that drafts by the names of its weights
+        found = PredictionHead(family_of(config), model).state_dict()
+        head = {f"mtp.{name}": weight.bfloat16() for name, weight in found.items()}
+        model.config.text_config.mtp_num_hidden_layers = 1
     if weights:
-        model.save_pretrained(path)
+        model.save_pretrained(path, state_dict=model.state_dict() | head)
         return path
+    if head:
+        save_file(head, path / "model.safetensors", {"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(path)
     model.generation_config.save_pretrained(path)
     return path
-
-
-def _add_head(path: Path, model: Any) -> None:
-    """Writes a head that drafts, if the model's family has one: engines find it by the names of its weights."""
-    family = family_of(model.config)
-    if family.prediction_head is None:
-        return
-    head = PredictionHead(family, model).bfloat16()
-    tensors = {f"{family.prediction_head}{name}": weight for name, weight in head.state_dict().items()}
-    save_file(tensors, path / "model-mtp.safetensors", {"format": "pt"})
-    model.config.text_config.mtp_num_hidden_layers = 1
 
 
 MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

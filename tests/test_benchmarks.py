@@ -1,6 +1,7 @@
 """Benchmarks: programs take the commands that documents name, each runs at its smallest size, and the README's figures hold."""
 
 import argparse
+import json
 import os
 import re
 import runpy
@@ -14,6 +15,8 @@ from unittest import mock
 import pytest
 
 from benchmarks.measured import TABLE, changed, held
+from benchmarks.random_checkpoint import write
+from rollout.pretrained import has_stored
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
@@ -156,6 +159,14 @@ def test_a_benchmark_runs_at_its_smallest_size(command, tmp_path):
     program = [sys.executable, f"benchmarks/{name}.py", *arguments]
     done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_random_checkpoint_of_qwen3_5_has_the_head_that_the_benchmark_of_drafts_times(tmp_path, weights):
+    path = write(tmp_path / "checkpoint", "tiny-qwen3.5", weights)
+    assert has_stored(str(path), "mtp.")
+    assert has_stored(str(path), "model.") is weights
+    assert json.loads((path / "config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 1
 
 
 def test_each_row_of_the_readme_names_its_date_command_and_files():
