@@ -255,6 +255,22 @@ def test_a_field_of_another_type_is_an_error_of_the_client(renderer, field):
     assert (episode.ended, episode.message) == ("done", "")
 
 
+def test_half_of_a_character_in_a_call_is_refused(renderer):
+    """As the policy may write it, and a client that shortens its history sends it back in a new row."""
+
+    def agent(task):
+        call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"a": "\\ud83d"}'}}
+        with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            with pytest.raises(openai.BadRequestError, match="half of a character"):
+                said = [*task.messages, {"role": "assistant", "tool_calls": [call]}, *task.messages]
+                client.chat.completions.create(model="m", messages=said)
+            client.chat.completions.create(model="m", messages=task.messages)
+        return 1
+
+    (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), agent)
+    assert (episode.ended, episode.message) == ("done", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "calls"), [('{"a": NaN}', 1), ('{"a": "\\ud83d"}', 1), ('{"INVALID_JSON": "{"}', 0)]
 )
