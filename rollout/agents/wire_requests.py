@@ -56,7 +56,7 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
         content = tuple(_parts(message.get("content"), f"{name}.content"))
         call_id = str(message.get("tool_call_id") or "")
         messages.append(Message(role, content, tuple(calls), thoughts=str(thoughts), call_id=call_id))
-    options = body.get("stream_options") or {}
+    options = _mapping(body.get("stream_options") or {}, "stream_options")
     top = _whole(body, "top_logprobs", 0, 20)
     return _ask(
         body,
@@ -69,7 +69,7 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
         stop=_stop(body, "stop"),
         seed=_whole(body, "seed"),
         top_log_probs=(top or 0) if body.get("logprobs") else None,
-        stream_usage=bool(options.get("include_usage")) if isinstance(options, Mapping) else False,
+        stream_usage=bool(options.get("include_usage")),
     )
 
 
@@ -260,9 +260,8 @@ def _tool(tool: Any, field: str, inside: str = "") -> dict[str, Any]:
 
 def _anthropic_tool(tool: Any, field: str) -> dict[str, Any]:
     given = _mapping(tool, field)
-    if given.get("type") not in (None, "custom"):
-        raise Refused(f"{field}.type: tools of the type {given['type']!r} are not supported", f"{field}.type")
-    return _tool({**given, "type": "function", "parameters": given.get("input_schema")}, field)
+    kind = "function" if given.get("type") in (None, "custom") else given["type"]
+    return _tool({**given, "type": kind, "parameters": given.get("input_schema")}, field)
 
 
 def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:

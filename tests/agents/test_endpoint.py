@@ -261,6 +261,7 @@ OF_TYPE = "type: parts of the type 'video' are not supported"
         ("chat/completions", NAMED, "tool_choice.function: must be an object, not str"),
         ("chat/completions", {"tool_choice": {"type": "other"}}, "tool_choice: {'type': 'other'} names no tool"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, "ask for JSON in a message"),
+        ("chat/completions", {"stream_options": 5}, "stream_options: must be an object, not int"),
         ("responses", {"include": 5}, "include: must be a list, not int"),
         ("responses", {"input": [{"type": "reasoning", "summary": 5}]}, "input[0].summary: must be a list, not int"),
         ("messages", {"messages": [{**SAID, "content": 5}]}, "messages[0].content: must be a list, not int"),
