@@ -98,10 +98,15 @@ class CommandAgent:
     """
 
     def __init__(self, command: str, memory_gib: float | None = None, at_once: int = MOST_PROCESSES) -> None:
-        """``memory_gib`` bounds the address space of each process. Further episodes begin as one of ``at_once`` ends."""
+        """``memory_gib`` bounds the address space of each process. Further episodes begin as one of ``at_once`` ends. Raises
+        `InvalidConfig` for a command that a shell could not read either.
+        """
         if at_once < 1:
             raise InvalidConfig(f"processes={at_once} must be at least 1")
-        self.command, self.memory_gib, self.at_once = shlex.split(command), memory_gib, at_once
+        try:
+            self.command, self.memory_gib, self.at_once = shlex.split(command), memory_gib, at_once
+        except ValueError as error:
+            raise InvalidConfig(f"the command of the agent, {command!r}, cannot be read: {error}") from error
 
     async def __call__(self, task: AgentTask) -> Outcome:
         """Runs the command. Raises `RuntimeError` with the end of what it wrote on its standard error if it fails."""

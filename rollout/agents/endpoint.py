@@ -102,11 +102,10 @@ class Endpoint:
         serve = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=serve, name="agent endpoint", daemon=True)
         self._thread.start()
-        waited = threading.Event()
         for _ in range(int(START_SECONDS / 0.002)):
             if self._server.started:
                 return self
-            waited.wait(0.002)
+            self._thread.join(0.002)
         raise InvalidConfig(f"the endpoint of agents did not start on {HOST} within {START_SECONDS:g} seconds")
 
     def __exit__(self, *error: object) -> None:
