@@ -59,10 +59,9 @@ def named_function(name: str, kind: str, error: type[DataProtoError]) -> tuple[N
     file, colon, attribute = name.rpartition(":")
     path = Path(file).expanduser()
     if not colon or not file or not attribute:
-        way_out = (
-            f"which function of it? {name}:FUNCTION" if Path(name).is_file() else "use a known name or FILE.py:FUNCTION"
-        )
-        raise error(f"{name!r} is not the name of a {kind}: {way_out}")
+        known = "use a known name or FILE.py:FUNCTION"
+        way_out = f"which function of it? {name}:FUNCTION" if Path(name).is_file() else known
+        raise error(f"{name!r} names no {kind}: {way_out}")
     if not path.is_file():
         raise error(f"{name!r}: there is no file {path}")
     if path.suffix != ".py":

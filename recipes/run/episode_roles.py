@@ -156,10 +156,8 @@ class PlayingRollout:
         which the engine had no room.
         """
         for row in np.flatnonzero((data["turns"].numpy() == 0) & (data["end_reason"] == "tokens")):
-            message = (
-                f"row {row} (uid {data['uid'][row]}) has no turn, and further ones may not: {data['end_message'][row]}"
-            )
-            self._warn("tokens", f"the episode of {message}")
+            uid, why = data["uid"][row], data["end_message"][row]
+            self._warn("tokens", f"the episode of row {row} (uid {uid}) has no turn, and further ones may not: {why}")
         for row in np.flatnonzero([reason in FAILURES for reason in data["end_reason"]]):
             message = str(data["end_message"][row])
             place = f"row {row} (uid {data['uid'][row]}, response {str(data['response_text'][row])!r:.100})"

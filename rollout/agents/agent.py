@@ -5,12 +5,12 @@ import base64
 import io
 import json
 import os
-import resource
 import shlex
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -98,37 +98,39 @@ class CommandAgent:
     """
 
     def __init__(self, command: str, memory_gib: float | None = None, at_once: int = MOST_PROCESSES) -> None:
-        """``memory_gib`` bounds the address space of each process. Further episodes begin as one of ``at_once`` ends."""
+        """``memory_gib`` bounds the address space of each process. Further episodes begin as one of ``at_once`` ends. Raises
+        `InvalidConfig` for a command that a shell could not read either.
+        """
         if at_once < 1:
             raise InvalidConfig(f"processes={at_once} must be at least 1")
-        self.command, self.memory_gib, self.at_once = shlex.split(command), memory_gib, at_once
+        try:
+            self.command, self.memory_gib, self.at_once = shlex.split(command), memory_gib, at_once
+        except ValueError as error:
+            raise InvalidConfig(f"the command of the agent, {command!r}, cannot be read: {error}") from error
 
     async def __call__(self, task: AgentTask) -> Outcome:
         """Runs the command. Raises `RuntimeError` with the end of what it wrote on its standard error if it fails."""
         given = {"messages": task.messages, "tools": task.tools, "seed": task.seed, "row": _plain(task.row)}
         pipe, environment = asyncio.subprocess.PIPE, self._environment(task)
-        process = await asyncio.create_subprocess_exec(
-            *self.command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+        command = self.command
+        if self.memory_gib is not None:  # before it begins
+            command = ["sh", "-c", f'ulimit -v {int(self.memory_gib * 2**20)} && exec "$@"', "sh", *command]
+        process: Any = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
         )
-        if self.memory_gib is not None:
-            with suppress(ProcessLookupError):  # it has ended already
-                resource.prlimit(process.pid, resource.RLIMIT_AS, (int(self.memory_gib * 2**30),) * 2)
-        given_to, told, wrote = process.stdin, process.stdout, process.stderr
-        assert given_to is not None
-        assert told is not None
-        assert wrote is not None
-        reading = asyncio.gather(_end_of(told), _end_of(wrote))
+        reading = asyncio.gather(_end_of(process.stdout), _end_of(process.stderr))
         try:
             with suppress(ConnectionError):  # it need not read its task
-                given_to.write(json.dumps(given).encode())
-                await given_to.drain()
-            given_to.close()  # the end of its input
+                process.stdin.write(json.dumps(given).encode())
+                await process.stdin.drain()
+            process.stdin.close()  # the end of its input
             while process.returncode is None:  # `Process.wait` also waits for processes that it has started
                 await asyncio.sleep(EXIT_SECONDS)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            given_to.close()
+            _kill_started(task.api_key)
+            process.stdin.close()
             out, error = await reading
             await process.wait()
         if process.returncode:
@@ -139,14 +141,21 @@ class CommandAgent:
         try:
             return json.loads(lines[-1]) if lines else None
         except ValueError as problem:
-            raise RuntimeError(
-                f"the last line that it printed is not the JSON of a reward: {lines[-1]!r:.200}"
-            ) from problem
+            told = f"the last line that it printed is not the JSON of a reward: {lines[-1]!r:.200}"
+            raise RuntimeError(told) from problem
 
     def _environment(self, task: AgentTask) -> dict[str, str]:
         openai = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key}
         anthropic = {"ANTHROPIC_BASE_URL": task.server_url, "ANTHROPIC_API_KEY": task.api_key}
         return {**os.environ, **openai, **anthropic, "MODEL": task.model}
+
+
+def _kill_started(key: str) -> None:
+    """Kills what the command of an episode has started in sessions of its own: the key of the episode is in its environment."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            if key.encode() in environment.read_bytes():
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 async def _end_of(stream: asyncio.StreamReader) -> bytes:

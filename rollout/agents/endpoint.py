@@ -18,7 +18,7 @@ from typing import Any
 from dataproto.errors import InvalidConfig
 from dataproto.extras import require_extra
 from rollout.agents.messages import Ask, Refused, Reply
-from rollout.agents.wire_replies import WIRES, Body, Wire, openai_error
+from rollout.agents.wire_replies import WIRES, Body, Wire, anthropic_error, openai_error
 
 HOST = "127.0.0.1"
 START_SECONDS = 10.0
@@ -102,11 +102,10 @@ class Endpoint:
         serve = {"sockets": [self._socket]}
         self._thread = threading.Thread(target=self._server.run, kwargs=serve, name="agent endpoint", daemon=True)
         self._thread.start()
-        waited = threading.Event()
         for _ in range(int(START_SECONDS / 0.002)):
             if self._server.started:
                 return self
-            waited.wait(0.002)
+            self._thread.join(0.002)
         raise InvalidConfig(f"the endpoint of agents did not start on {HOST} within {START_SECONDS:g} seconds")
 
     def __exit__(self, *error: object) -> None:
@@ -120,8 +119,10 @@ class Endpoint:
         from starlette.routing import Route
 
         def unknown(request: Any, error: Exception) -> JSONResponse:
-            refused = Refused(f"there is no {request.method} {request.url.path} here", None, "not_found", 404)
-            return JSONResponse(openai_error(refused), 404)
+            asked, known = request.url.path, ", ".join(WIRES)
+            refused = Refused(f"there is no {request.method} {asked} here, only {known}", None, "not_found", 404)
+            told = anthropic_error if asked.startswith("/v1/messages") else openai_error
+            return JSONResponse(told(refused), 404)
 
         routes = [Route(path, self._answer_by(wire), methods=["POST"]) for path, wire in WIRES.items()]
         routes += [Route(path, self._models) for path in ("/v1/models", "/v1/models/{name:path}")]

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -178,10 +179,9 @@ def shown(messages: Sequence[Message], tools: Sequence[Any] = ()) -> Conversatio
 
 
 def _parsed(call: Call) -> Any:
-    try:
+    with suppress(ValueError):
         return json.loads(call.arguments)
-    except ValueError:
-        return call.arguments
+    return call.arguments
 
 
 def results_in_order(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -294,10 +294,9 @@ def read_reply(reply_id: str, text: str, ask: Ask, finish: Finish, **facts: Any)
     thoughts = before.strip().removeprefix(THOUGHTS[0]).strip() if ended else ""
     content, calls = answer, list[Call]()
     if ask.tools and ask.choice != "none":
-        try:
+        found = []
+        with suppress(ValueError, RecursionError):
             found = [_read_call(each) for each in CALLS.findall(answer)]
-        except (ValueError, RecursionError):
-            found = []
         # Clients write INVALID_JSON in the place of arguments, see `canonical`.
         if found and not any("INVALID_JSON" in arguments for _, arguments in found):
             content = CALLS.sub("", answer)
@@ -321,8 +320,7 @@ def _read_call(text: str) -> tuple[str, dict[str, Any]]:
         return hermes_call(text)
     arguments: dict[str, Any] = {}
     for name, value in _PARAMETER.findall(written[2]):
-        try:
+        arguments[name] = value
+        with suppress(ValueError):
             arguments[name] = json.loads(value)
-        except ValueError:
-            arguments[name] = value
     return written[1].strip(), arguments

@@ -32,14 +32,13 @@ class Wire:
 
 def openai_error(error: Refused) -> Body:
     """As OpenAI's API tells errors."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}
+    return {"error": {"message": str(error), "type": "invalid_request_error", "param": error.field, "code": error.code}}
 
 
 def anthropic_error(error: Refused) -> Body:
     """As Anthropic's API tells errors; its clients know a full context by the text."""
     kinds = {401: "authentication_error", 404: "not_found_error"}
-    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    kind = kinds.get(error.status, "invalid_request_error")
     text = f"prompt is too long: {error} ({CONTEXT})" if error.code == CONTEXT else str(error)
     return {"type": "error", "error": {"type": kind, "message": text}}
 

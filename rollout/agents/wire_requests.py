@@ -27,10 +27,14 @@ _MESSAGES = f"{_COMMON} messages system max_tokens stop_sequences thinking cache
 _TEXT = {"type": "text"}
 _PLAIN = {"response_format": _TEXT, "modalities": ["text"]}
 """Fields that say what is the case anyway."""
+_NO_FORM = (
+    "this field is not supported, as nothing bounds what the policy writes: ask for JSON in a message, or by a tool"
+)
 _ADVICE = {
     "thread": "the history is not kept here: pass thread=False to the client's tool runner, which then sends all messages",
     "previous_message_id": "the history is not kept here: send all messages",
     **dict.fromkeys(("previous_response_id", "conversation"), "the history is not kept here: send all items as input"),
+    **dict.fromkeys(("response_format", "text", "output_config.format"), _NO_FORM),
 }
 _ITEM = re.compile(r"(?:msg|rs|fc)_(\w{8}_\d{8})(?:_\d\d)?")
 
@@ -39,12 +43,12 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
     """A body of /v1/chat/completions. Raises `Refused`."""
     _check_fields(body, _CHAT)
     messages = []
-    for place, each in enumerate(_list(body, "messages")):
+    for place, each in enumerate(_list(body.get("messages"), "messages", 1)):
         name = f"messages[{place}]"
         message = _mapping(each, name)
         role = _role(message, name, ("system", "developer", "user", "assistant", "tool"))
         calls = []
-        for number, given in enumerate(message.get("tool_calls") or ()):
+        for number, given in enumerate(_list(message.get("tool_calls"), f"{name}.tool_calls")):
             call = _mapping(given, f"{name}.tool_calls[{number}]")
             function = _mapping(call.get("function"), f"{name}.tool_calls[{number}].function")
             calls.append(_call(function.get("name"), function.get("arguments"), call.get("id"), name))
@@ -52,7 +56,7 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
         content = tuple(_parts(message.get("content"), f"{name}.content"))
         call_id = str(message.get("tool_call_id") or "")
         messages.append(Message(role, content, tuple(calls), thoughts=str(thoughts), call_id=call_id))
-    options = body.get("stream_options") or {}
+    options = _mapping(body.get("stream_options") or {}, "stream_options")
     top = _whole(body, "top_logprobs", 0, 20)
     return _ask(
         body,
@@ -65,7 +69,7 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
         stop=_stop(body, "stop"),
         seed=_whole(body, "seed"),
         top_log_probs=(top or 0) if body.get("logprobs") else None,
-        stream_usage=bool(options.get("include_usage")) if isinstance(options, Mapping) else False,
+        stream_usage=bool(options.get("include_usage")),
     )
 
 
@@ -73,7 +77,7 @@ def read_responses(body: Mapping[str, Any]) -> Ask:
     """A body of /v1/responses. Raises `Refused`."""
     _check_fields(body, _RESPONSES)
     given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else _list(body, "input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else _list(given, "input", 1)
     messages = [Message("system", (str(body["instructions"]),))] if body.get("instructions") else []
     answer: dict[str, Any] = {}
     for place, item in enumerate(items):
@@ -83,7 +87,7 @@ def read_responses(body: Mapping[str, Any]) -> Ask:
             messages += [*_joined(answer), message]
             answer = {}
     messages += _joined(answer)
-    wants = "message.output_text.logprobs" in (body.get("include") or ())
+    wants = "message.output_text.logprobs" in _list(body.get("include"), "include")
     top = _whole(body, "top_logprobs", 0, 20)
     return _ask(
         body,
@@ -106,7 +110,8 @@ def _item(item: Mapping[str, Any], name: str, answer: dict[str, Any]) -> Message
             return Message(role, content)
         answer.setdefault("content", []).extend(content)
     elif kind == "reasoning":
-        texts = [*(item.get("content") or ()), *(() if item.get("content") else item.get("summary") or ())]
+        place = "content" if item.get("content") else "summary"
+        texts = _list(item.get(place), f"{name}.{place}")
         answer.setdefault("thoughts", []).extend(str(_mapping(each, name).get("text") or "") for each in texts)
     elif kind == "function_call":
         call_id = item.get("call_id") or item.get("id")
@@ -138,24 +143,24 @@ def read_messages(body: Mapping[str, Any]) -> Ask:
     _check_fields({f"output_config.{name}": each for name, each in output.items()}, ["output_config.effort"])
     system = tuple(_parts(body.get("system"), "system"))
     messages = [Message("system", system)] if system else []
-    for place, each in enumerate(_list(body, "messages")):
+    for place, each in enumerate(_list(body.get("messages"), "messages", 1)):
         name = f"messages[{place}]"
         message = _mapping(each, name)
         role = _role(message, name, ("system", "user", "assistant"))
         content = message.get("content")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _list(content, f"{name}.content")
         messages += _block_messages(role, blocks, f"{name}.content")
     if messages[-1].role == "assistant":
         raise Refused("messages: the last one is the assistant's, and an answer cannot be continued", "messages")
     choice = _mapping(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
     kinds: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": {"name": choice.get("name")}}
-    if choice.get("type") not in kinds:
-        raise Refused(f"tool_choice.type: {choice.get('type')!r} is not one of {', '.join(kinds)}", "tool_choice.type")
+    if (kind := choice.get("type")) not in list(kinds):
+        raise Refused(f"tool_choice.type: {kind!r} is not one of {', '.join(kinds)}", "tool_choice.type")
     return _ask(
         body,
         messages,
         _anthropic_tool,
-        kinds[choice["type"]],
+        kinds[kind],
         parallel=not choice.get("disable_parallel_tool_use"),
         max_tokens=_whole(body, "max_tokens", 1),
         stop=_stop(body, "stop_sequences"),
@@ -170,7 +175,7 @@ def _ask(
     **more: Any,
 ) -> Ask:
     """The request with what all wires write alike: tools, each by ``read_tool``, ``stream`` and ``model``."""
-    tools = tuple(read_tool(each, f"tools[{place}]") for place, each in enumerate(body.get("tools") or ()))
+    tools = tuple(read_tool(each, f"tools[{place}]") for place, each in enumerate(_list(body.get("tools"), "tools")))
     told: dict[str, Any] = {"stream": bool(body.get("stream")), "model": str(body.get("model") or "")}
     return Ask(results_in_order(messages), tools, _choice(choice, tools), **told, **more)
 
@@ -195,8 +200,8 @@ def _block_messages(role: Any, blocks: Sequence[Any], name: str) -> list[Message
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
             reply_id = str(block.get("signature") or "")
-        elif kind != "redacted_thinking":
-            content += _parts([block], field)
+        elif kind != "redacted_thinking" and (part := _part(block, field)) != "":
+            content.append(part)
     if content or calls or not found:
         found.append(Message(role, tuple(content), tuple(calls), thoughts="".join(thoughts), reply_id=reply_id))
     return found
@@ -255,17 +260,16 @@ def _tool(tool: Any, field: str, inside: str = "") -> dict[str, Any]:
 
 def _anthropic_tool(tool: Any, field: str) -> dict[str, Any]:
     given = _mapping(tool, field)
-    if given.get("type") not in (None, "custom"):
-        raise Refused(f"{field}.type: tools of the type {given['type']!r} are not supported", f"{field}.type")
-    return _tool({**given, "type": "function", "parameters": given.get("input_schema")}, field)
+    kind = "function" if given.get("type") in (None, "custom") else given["type"]
+    return _tool({**given, "type": kind, "parameters": given.get("input_schema")}, field)
 
 
 def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     """``tool_choice`` as in `Ask`."""
     if isinstance(choice, Mapping):
-        name = (choice.get("function") or choice).get("name")
+        name = _mapping(choice.get("function") or choice, "tool_choice.function").get("name")
         if name not in [tool["function"]["name"] for tool in tools]:
-            raise Refused(f"tool_choice: there is no tool {name!r}", "tool_choice")
+            raise Refused(f"tool_choice: {choice!r} names no tool of the request", "tool_choice")
         return str(name)
     if choice not in (None, "auto", "none", "required"):
         raise Refused(f"tool_choice: {choice!r} is not auto, none, required or a tool", "tool_choice")
@@ -297,18 +301,21 @@ def _whole(body: Mapping[str, Any], name: str, least: int | None = None, most: i
 
 
 def _stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    value = body.get(name) or ()
-    texts = (value,) if isinstance(value, str) else tuple(value)
+    value = body.get(name)
+    texts = (value,) if isinstance(value, str) and value else tuple(_list(value, name))
     if not all(isinstance(text, str) and text for text in texts):
         raise Refused(f"{name}: must be texts that are not empty", name)
     return texts
 
 
-def _list(body: Mapping[str, Any], name: str) -> list[Any]:
-    value = body.get(name)
-    if not isinstance(value, list) or not value:
-        raise Refused(f"{name}: must be a list that is not empty", name)
-    return value
+def _list(value: Any, field: str, least: int = 0) -> list[Any]:
+    """A list, which may be left out if it may be empty."""
+    found = value or []
+    if not isinstance(found, list):
+        raise Refused(f"{field}: must be a list, not {type(value).__name__}", field)
+    if len(found) < least:
+        raise Refused(f"{field}: must be a list that is not empty", field)
+    return found
 
 
 def _mapping(value: Any, field: str) -> Mapping[str, Any]:

@@ -254,16 +254,10 @@ class PromptBuilder:
     # Parts of a row
 
     def check_content(self, conversation: Conversation) -> None:
-        """Raises `InvalidPrompt` if there are media that the model does not take, or the text contains media tokens or is not
-        Unicode: half of a character, as JSON's ``"\\ud83d"`` is one.
-        """
+        """Raises `InvalidPrompt` if there are media that the model does not take, or the text contains media tokens."""
         for kind in dict.fromkeys(conversation.kinds()):
             self.check_taken(kind)
         for text in conversation.texts():
-            if half := _HALF.search(text):
-                raise InvalidPrompt(
-                    f"the text has half of a character, {half[0]!a}, at place {half.start()}: it is not Unicode"
-                )
             for token in self._media_strings:
                 if token in text:
                     raise InvalidPrompt(f"the text contains {token}, which only the chat template may write")
@@ -279,7 +273,8 @@ class PromptBuilder:
 
     def render(self, messages: Messages, add_generation_prompt: bool = False, tools: Sequence[Any] = ()) -> str:
         """The messages as text, by the chat template; ``tools`` replace those of ``template_arguments``. Raises `InvalidPrompt`
-        with the template's error, or if it does not read ``tools``.
+        with the template's error, if it does not read ``tools``, or if the text, such as a call's, is not Unicode: half of a
+        character, as JSON's ``"\\ud83d"`` is one.
         """
         apart = [thoughts_apart(message) for message in messages]
         if apart != list(messages) and self._takes_thoughts_apart:
@@ -322,6 +317,10 @@ class PromptBuilder:
                 )
         except Exception as error:  # errors of jinja, and those that templates raise
             raise InvalidPrompt(f"the chat template refuses the messages: {error}") from error
+        if half := _HALF.search(text):
+            raise InvalidPrompt(
+                f"the text has half of a character, {half[0]!a}, at place {half.start()}: it is not Unicode"
+            )
         return str(text)
 
     def check_placeholders(self, ids: Sequence[int], conversation: Conversation) -> None:

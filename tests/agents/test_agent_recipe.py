@@ -143,6 +143,10 @@ def test_a_name_of_several_words_is_a_command(tmp_path):
         "from rollout.agents import CommandAgent\n\nagent = CommandAgent('python own.py', at_once=2)"
     )
     assert load_agent(f"{tmp_path}/few.py:agent").at_once == 2
+    with pytest.raises(InvalidConfig, match="cannot be read: No closing quotation"):
+        load_agent("python 'own.py")
+    with pytest.raises(InvalidConfig, match="'own' names no agent: use"):
+        load_agent("own")
     with pytest.raises(InvalidConfig, match="no function 'other'"):
         load_agent(f"{tmp_path}/own.py:other")
 

@@ -436,8 +436,9 @@ def test_an_agent_can_be_a_command(renderer, tmp_path):
 
 @pytest.mark.slow
 def test_commands_run_a_few_at_a_time_and_leave_nothing(renderer, tmp_path):
-    """They write more than is kept, do not read their task, and start a process that would hold their output for ever."""
-    noise = "subprocess.Popen(['sleep', '1000'])\nprint('x' * (1 << 20))\n"
+    """They write more than is kept, do not read their task, and start processes that would hold their output for ever."""
+    started = "for apart in (False, True): subprocess.Popen(['sleep', '1000'], start_new_session=apart)\n"
+    noise = f"{started}print('x' * (1 << 20))\n"
     places = f"folder = pathlib.Path({str(tmp_path / 'running')!r})\nme = folder / str(os.getpid())\nme.touch()\n"
     most = "task = json.load(sys.stdin)\nmost = len(list(folder.iterdir()))\n"
     told = "me.unlink()\nprint(json.dumps({'score': 1, 'most': most}))\n"

@@ -225,6 +225,9 @@ def test_errors_have_the_shape_of_their_wire_and_name_the_field(renderer):
                 await client.messages.create(model="m", max_tokens=5, messages=said, output_config=form)
             with pytest.raises(anthropic.BadRequestError, match="output_config: must be an object, not str"):
                 await client.messages.create(model="m", max_tokens=5, messages=said, extra_body={"output_config": "x"})
+            with pytest.raises(anthropic.NotFoundError, match="count_tokens here, only /v1/chat/completions") as error:
+                await client.messages.count_tokens(model="m", messages=said)
+            assert error.value.body["type"] == "error"
             with pytest.raises(anthropic.BadRequestError, match="an answer cannot be continued"):
                 begun = [*said, {"role": "assistant", "content": "{"}]
                 await client.messages.create(model="m", max_tokens=5, messages=begun)
@@ -238,16 +241,58 @@ def test_errors_have_the_shape_of_their_wire_and_name_the_field(renderer):
     assert found == {"openai": "logit_bias", "context": "context_length_exceeded"}
 
 
-@pytest.mark.parametrize("field", [{"tools": 5}, {"messages": [{"role": "user", "content": "x", "tool_calls": 5}]}])
-def test_a_field_of_another_type_is_an_error_of_the_client(renderer, field):
+SAID = {"role": "user", "content": "x"}
+NAMED = {"tools": TOOLS, "tool_choice": {"type": "function", "function": "look"}}
+OF_TYPE = "type: parts of the type 'video' are not supported"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("chat/completions", {"tools": 5}, "tools: must be a list, not int"),
+        (
+            "chat/completions",
+            {"messages": [{**SAID, "tool_calls": 5}]},
+            "messages[0].tool_calls: must be a list, not int",
+        ),
+        ("chat/completions", {"messages": "x"}, "messages: must be a list, not str"),
+        ("chat/completions", {"messages": []}, "messages: must be a list that is not empty"),
+        ("chat/completions", {"stop": {"a": 1}}, "stop: must be a list, not dict"),
+        ("chat/completions", NAMED, "tool_choice.function: must be an object, not str"),
+        ("chat/completions", {"tool_choice": {"type": "other"}}, "tool_choice: {'type': 'other'} names no tool"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "ask for JSON in a message"),
+        ("chat/completions", {"stream_options": 5}, "stream_options: must be an object, not int"),
+        ("responses", {"include": 5}, "include: must be a list, not int"),
+        ("responses", {"input": [{"type": "reasoning", "summary": 5}]}, "input[0].summary: must be a list, not int"),
+        ("messages", {"messages": [{**SAID, "content": 5}]}, "messages[0].content: must be a list, not int"),
+        ("messages", {"messages": [{**SAID, "content": [{"type": "video"}]}]}, f"messages[0].content[0].{OF_TYPE}"),
+        ("messages", {"tool_choice": {"type": []}}, "tool_choice.type: [] is not one of auto"),
+    ],
+)
+def test_a_field_of_another_type_is_an_error_of_the_client(renderer, path, body, message):
     def agent(task):
-        body = {"model": "m", "messages": task.messages, **field}
-        reply = httpx.post(
-            f"{task.base_url}/chat/completions", json=body, headers={"authorization": f"Bearer {task.api_key}"}
-        )
+        told = {"messages": task.messages} if path != "responses" else {"input": "x"}
+        headers = {"authorization": f"Bearer {task.api_key}"}
+        reply = httpx.post(f"{task.base_url}/{path}", json={"model": "m", **told, **body}, headers=headers)
         assert reply.status_code == 400
-        assert "another type" in reply.json()["error"]["message"]
+        assert message in reply.json()["error"]["message"]
         with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            client.chat.completions.create(model="m", messages=task.messages)
+        return 1
+
+    (episode,) = run(renderer, ScriptedEngine(renderer, "ok"), agent)
+    assert (episode.ended, episode.message) == ("done", "")
+
+
+def test_half_of_a_character_in_a_call_is_refused(renderer):
+    """As the policy may write it, and a client that shortens its history sends it back in a new row."""
+
+    def agent(task):
+        call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"a": "\\ud83d"}'}}
+        with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            with pytest.raises(openai.BadRequestError, match="half of a character"):
+                said = [*task.messages, {"role": "assistant", "tool_calls": [call]}, *task.messages]
+                client.chat.completions.create(model="m", messages=said)
             client.chat.completions.create(model="m", messages=task.messages)
         return 1
 
