@@ -141,7 +141,7 @@ def check_at_least(least: int, config: object, *names: str, group: str = "") -> 
     """Raises `InvalidConfig` for the first of a configuration's numbers that is too small; ``None`` is no number."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:
             raise InvalidConfig(f"{group}{name}={value}: must be at least {least}")
 
 

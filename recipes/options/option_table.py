@@ -1,6 +1,7 @@
 """The options of a configuration: names, types, defaults, texts, and how words become their values."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -162,7 +163,9 @@ def value_of(kind: Any, words: Sequence[str]) -> Any:
     if kind is bool:
         return TRUTH[word.lower()]
     if kind is float:
-        return float(word.replace(".inf", "inf").replace(".nan", "nan"))
+        if math.isnan(number := float(word.replace(".inf", "inf"))):  # no option has a use for it
+            raise ValueError(word)
+        return number
     if kind in (str, Path):
         at_home = word == "~" or word.startswith("~/")  # which a shell leaves in --name=~/path and in quotes
         return kind(f"{Path.home()}{word[1:]}" if at_home else word)

@@ -80,7 +80,7 @@ def announce_small_model(config: Any) -> None:
 
 def check_kept(option: str, limit: float) -> None:
     """Raises `InvalidConfig` for what is neither a number of rows, nor a share below 1, nor 0."""
-    if limit < 0 or (limit > 1 and limit != int(limit)):
+    if not limit >= 0 or (limit > 1 and limit % 1):
         raise InvalidConfig(f"{option}={limit}: must be a number of rows, a share below 1, or 0")
 
 
