@@ -58,7 +58,11 @@ class Option:
         return get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
 
     def value(self, words: Sequence[str]) -> Any:
-        """The value that words spell. Raises `InvalidConfig`."""
+        """The value that words spell. Raises `InvalidConfig`, also where a path or a name is empty: a variable of a shell that is
+        not set would begin a run of other data, or in the working directory.
+        """
+        if "" in words and not isinstance(self.default, (str, dict)):
+            raise InvalidConfig(f"--{self.name} '' is empty: give it a value, or leave it out")
         try:
             return value_of(self.kind, words)
         except (ValueError, KeyError, OverflowError):

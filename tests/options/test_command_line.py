@@ -107,6 +107,14 @@ def test_what_would_do_nothing_or_is_unknown_is_refused(parse, given, message):
         parse(given.split())
 
 
+@pytest.mark.parametrize("name", ["output-dir", "data-path", "eval-data-path", "model-path", "reward", "resume"])
+def test_an_empty_value_is_refused(name):
+    """Which a variable of a shell that is not set leaves: the run would be in the working directory, or of synthetic rows."""
+    with pytest.raises(InvalidConfig, match=f"^--{name} '' is empty: give it a value, or leave it out$"):
+        grpo_config.parse([f"--{name}", ""])
+    assert grpo_config.parse(["--instruction", "", "--template-arguments", "a", ""]).data.instruction == ""
+
+
 def test_an_option_may_be_written_with_its_group() -> None:
     config = grpo_config.parse(["--data.max-pixels", "9", "--data.batch_size=4", "--run.steps=3"])
     assert (config.data.max_pixels, config.data.batch_size, config.run.steps) == (9, 4, 3)
