@@ -130,8 +130,10 @@ def parse_recipe(
     if "change" in given:
         given |= _changes(given, presets[TINY])
     if isinstance(run_dir := given.get("resume"), str):
-        if "preset" in given or "config" in given:
-            raise InvalidConfig(f"--resume {run_dir} continues with its own options: leave out --preset and --config")
+        elsewhere = given.get("output-dir", Path(run_dir)).resolve() != Path(run_dir).resolve()
+        if elsewhere or "preset" in given or "config" in given:
+            own = "continues with its own options in its own directory"
+            raise InvalidConfig(f"--resume {run_dir} {own}: leave out --preset, --config and --output-dir")
         began = _recorded(run_dir, presets, given)
         length = {"epochs": None} if "steps" in given else {}
         return over(began, length | given | {"resume": True, "output-dir": Path(run_dir)})

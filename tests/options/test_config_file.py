@@ -124,8 +124,9 @@ def test_the_file_of_a_run_gives_its_options_again(recipe, tmp_path):
 def test_resuming_names_what_it_lacks(tmp_path):
     with pytest.raises(CheckpointError, match="there is no run"):
         grpo.parse(["--resume", str(tmp_path)])
-    with pytest.raises(InvalidConfig, match="leave out --preset and --config"):
-        grpo.parse(["--resume", str(tmp_path), "--preset", "tiny"])
+    for others in (["--preset", "tiny"], ["--output-dir", str(tmp_path / "other")]):
+        with pytest.raises(InvalidConfig, match="leave out --preset, --config and --output-dir"):
+            grpo.parse(["--resume", str(tmp_path), *others])
     (tmp_path / "config.yaml").write_text("critic-optimizer: {lr: 1}")
     with pytest.raises(InvalidConfig, match=r"there is no option 'critic-optimizer.lr'.* begins anew, .*huggingface"):
         grpo.parse(["--resume", str(tmp_path)])
