@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from dataproto.errors import InvalidConfig
-from recipes.configs.shared.device_preset import DEVICE_MEMORY, GIB
+from recipes.configs.shared.device_preset import DEVICE_MEMORY, GIB, check_device
 from recipes.plan.model_size import FREEZING, ModelSize, model_size
 from recipes.plan.rows import VARIATION, BatchSizes, MicroBatchSize
 from workers.model.model_config import ModelConfig, OptimizerKind
@@ -48,10 +47,7 @@ def device_named(name: str | None) -> Device:
         title = torch.cuda.get_device_name().lower()
         known = next((each for each in DEVICES if each.split("-")[0] in title), "h100")
         return replace(DEVICES[known], name=title, memory=torch.cuda.get_device_properties(0).total_memory)
-    if name == "cpu":
-        raise InvalidConfig("device='cpu': only GPUs are planned; a run on a CPU says what its first steps took")
-    if (name or "h200") not in DEVICES:
-        raise InvalidConfig(f"device={name!r} is unknown: choose one of {', '.join(DEVICES)}")
+    check_device(name)
     return DEVICES[name or "h200"]
 
 

@@ -303,8 +303,6 @@ def test_the_command_plans_a_cluster(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("grpo --device abacus", "device='abacus' is unknown: choose one of h200, h100, a100-80g"),
-        ("grpo --device cpu", "only GPUs are planned; a run on a CPU says what its first steps took"),
         ("reward-model", "reward-model is not planned"),
         ("dpo --algorithm.loss kto", "dpo with --algorithm.loss kto is not planned"),
         ("--devices 8 --preset 9000b", "preset '9000b' is unknown: choose one of 3b"),
@@ -318,6 +316,13 @@ def test_the_command_plans_a_cluster(tmp_path, capsys):
 def test_the_command_refuses_what_it_cannot_plan(options, message, capsys):
     assert main(options.split()) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("others", [["grpo"], ["--devices", "8"]])
+@pytest.mark.parametrize("name", ["abacus", "cpu"])
+def test_a_device_that_is_not_planned_is_refused_with_the_options(others, name):
+    with pytest.raises(InvalidConfig, match=f"^--device '{name}' is none .* planned: h200, h100, a100-80g$"):
+        plan_config.parse([*others, "--device", name])
 
 
 def test_every_preset_is_in_the_text_of_the_option():
