@@ -13,6 +13,7 @@ from recipes.plan.memory import RoleMemory, asleep, awake, held, idle, kv_bytes,
 from recipes.plan.setting import GIB, Role, Setting, Traffic
 from rollout.engine import slots_for
 from workers.model.model_config import UNSHARDED, Unsharded
+from workers.parallel.ulysses import check_heads
 from workers.ranks.layout import Layout
 
 FULL = 0.92  # share of the memory that weights and gradients stay unsharded in
@@ -87,7 +88,12 @@ def forecast(setting: Setting) -> Forecast:
 
     With ``unsharded="auto"`` as much stays unsharded between micro-batches as fits. A run measures what fits
     (`workers.training.memory.unsharding`).
+
+    Raises:
+        InvalidConfig: the layout does not divide the model's heads.
     """
+    text, layout = setting.config.get_text_config(), setting.layout
+    check_heads(text, family_of(setting.config).recurrent_mixers is not None, layout.sp, layout.tp)
     kept: list[Unsharded] = [setting.compute.unsharded]
     if setting.compute.unsharded == "auto":
         kept = ["nothing"] if setting.layout.shards == 1 else list(reversed(UNSHARDED))

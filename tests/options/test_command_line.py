@@ -99,6 +99,11 @@ def test_a_plan_divides_its_options_from_those_of_the_recipe(tmp_path):
         (grpo_config.parse, "--optimizer.weight-decay -1", "^--optimizer.weight-decay -1.0: must be at least 0$"),
         (grpo_config.parse, "--optimizer.warmup-steps -1", "^--optimizer.warmup-steps -1: must be at least 0$"),
         (zoom_config.parse, "--warm-up.lr -1", "^--warm-up.lr -1.0: must be at least 0$"),
+        (
+            grpo_config.parse,
+            "--on ray --layout.tp 2 --lora-rank 4",
+            "adapters are not split; use dp or sp instead of tp$",
+        ),
         (grpo_config.parse, "--compile maybe", "^maybe: belongs to no option$"),
     ],
 )

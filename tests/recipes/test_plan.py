@@ -303,6 +303,7 @@ def test_the_command_plans_a_cluster(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ("grpo --on ray --layout.tp 3", "layout.sp=1 x layout.tp=3 = 3 must divide the 4 query heads"),
         ("reward-model", "reward-model is not planned"),
         ("dpo --algorithm.loss kto", "dpo with --algorithm.loss kto is not planned"),
         ("--devices 8 --preset 9000b", "preset '9000b' is unknown: choose one of 3b"),

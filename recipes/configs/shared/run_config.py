@@ -117,6 +117,8 @@ class RecipeConfig:
         check_at_least(0, self, "max_restarts")
         if self.on == "local" and self.layout.world_size + self.layout.rollout > 1:
             raise InvalidConfig(f"{self.layout} needs several processes: add --on ray")
+        if self.compute.lora_rank and self.layout.tp > 1:
+            raise InvalidConfig("lora_rank with layout.tp: adapters are not split; use dp or sp instead of tp")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
