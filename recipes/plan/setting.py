@@ -126,7 +126,6 @@ class Setting:
     layout: Layout = field(default_factory=Layout)
     engine: str | None = "hf"  # None: nothing is generated in a step
     engine_options: Mapping[str, Any] = field(default_factory=dict)
-    engine_apart: bool = False  # on devices of its own
     longest: int = 4096  # tokens of a prompt and its response together
     minibatch: int | None = None  # prompts of an optimizer step
     epochs: int = 1
@@ -154,6 +153,11 @@ class Setting:
     def updates(self) -> int:
         """Optimizer steps of an epoch of a step."""
         return -(-self.prompts // self.updated_prompts)
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices that have a part of an engine."""
+        return self.layout.rollout or self.layout.world_size
 
     @property
     def engine_parallel(self) -> int:
