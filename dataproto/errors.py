@@ -209,9 +209,9 @@ def raise_first(errors: Sequence[BaseException]) -> None:
 
 
 def note_later(first: BaseException, *later: BaseException) -> None:
-    """Adds the messages of errors that came while ``first`` was handled to its notes."""
+    """Adds the messages of errors that came while ``first`` was handled to its notes, but no message that is its own."""
     for error in later:
-        if error is not first:
+        if repr(error) != repr(first):
             first.add_note(f"{LATER}{type(error).__name__}: {error}")
 
 
