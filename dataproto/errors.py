@@ -141,7 +141,7 @@ def check_at_least(least: int, config: object, *names: str, group: str = "") -> 
     """Raises `InvalidConfig` for the first of a configuration's numbers that is too small; ``None`` is no number."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:
             raise InvalidConfig(f"{group}{name}={value}: must be at least {least}")
 
 
@@ -209,9 +209,9 @@ def raise_first(errors: Sequence[BaseException]) -> None:
 
 
 def note_later(first: BaseException, *later: BaseException) -> None:
-    """Adds the messages of errors that came while ``first`` was handled to its notes."""
+    """Adds the messages of errors that came while ``first`` was handled to its notes, but no message that is its own."""
     for error in later:
-        if error is not first:
+        if repr(error) != repr(first):
             first.add_note(f"{LATER}{type(error).__name__}: {error}")
 
 

@@ -42,7 +42,7 @@ def locked(directory: Path, way_out: str = "choose another --output-dir", inside
     whole = directory.absolute()
     file = whole / LOCK_FILE if inside else whole.with_name(f".{whole.name}{LOCK_FILE}")
     made = [folder for folder in (file.parent, *file.parent.parents) if not folder.exists()]
-    with writing(file.parent):
+    with writing(file.parent, way_out=f"; make room there, or {way_out}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
     if (holder := _other_holder(descriptor, file)) is not None:

@@ -108,6 +108,7 @@ class AlgorithmConfig:
             object.__setattr__(self, name, value)
         self.sampling(max_tokens=1, seed=0)  # raises for invalid sampling options
         check_at_least(0, self, "entropy_coef", "overlong_buffer", "kl_coef", group="algorithm.")
+        check_at_least(1, self, "epochs", "minibatch", group="algorithm.")
         check_limit(self.correction_limit)
         check_bounds(self.rejection_bounds)
         for problem in (*self._out_of_range(), *self._in_conflict()):
@@ -117,9 +118,7 @@ class AlgorithmConfig:
         """What is wrong with values that are impossible."""
         if self.temperature <= 0:
             yield f"temperature={self.temperature}: must be above 0, for random samples"
-        if self.epochs < 1 or (self.minibatch is not None and self.minibatch < 1):
-            yield f"epochs={self.epochs}, minibatch={self.minibatch}: must be at least 1"
-        if self.overlong_buffer > 1 and self.overlong_buffer != int(self.overlong_buffer):
+        if self.overlong_buffer > 1 and self.overlong_buffer % 1:
             yield f"overlong_buffer={self.overlong_buffer}: must be a whole number of tokens, or a share below 1"
         if self.dynamic_sampling < 0 or self.dynamic_sampling == 1:
             yield f"dynamic_sampling={self.dynamic_sampling}: must be at least 2 generations, or 0 to keep all groups"

@@ -45,6 +45,7 @@ class WarmUpPhaseConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "steps", "batch_size", group="warm_up.")
+        check_at_least(0, self, "lr", group="warm_up.")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dataproto.errors import InvalidConfig, check_at_least
 from recipes.configs import classify_config, dpo_config, grpo_config, ppo_config, sft_config
-from recipes.configs.shared.device_preset import DEVICE_MEMORY, Machine, this_machine
+from recipes.configs.shared.device_preset import DEVICE_MEMORY, Machine, check_device, this_machine
 from recipes.options import own_options, parse_config
 from workers.ranks.layout import Layout
 
@@ -47,6 +47,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "mean_response")
+        check_device(self.device)
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class ClusterConfig:
         check_at_least(
             1, self, "devices", "node", "batch_size", "n", "minibatch", "prompt_length", "mean_response", "token_budget"
         )
+        check_device(self.device)
         if self.network_gbit <= 0:
             raise InvalidConfig(f"network_gbit={self.network_gbit}: must be above 0")
         if self.layout.world_size not in (1, self.devices):
@@ -135,8 +137,8 @@ def parse(arguments: Sequence[str]) -> PlanConfig | ClusterConfig:
         raise InvalidConfig(f"--mean-response would do nothing: {recipe} learns answers, whose length the data tell")
     fitted: dict[str, Any] = {}
     if recipe in ("grpo", "ppo"):  # whose presets of a size fit the devices
-        memory = DEVICE_MEMORY.get(options.device or "h200")  # of a name that is unknown the plan says so
-        fitted["machine"] = (None if options.device else this_machine()) or (memory and Machine(memory))
+        named = Machine(DEVICE_MEMORY[options.device or "h200"])
+        fitted["machine"] = (None if options.device else this_machine()) or named
     config = RECIPES[recipe](others, **fitted)
     if recipe == "dpo" and config.algorithm.unpaired:
         raise InvalidConfig(

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_origin
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, later_errors
 from recipes.options.config_file import ONCE, OPTIONS_FILE, file_values
 from recipes.options.help_text import help_text, show_help
-from recipes.options.names import CHANGEABLE, ENDED, FILE_ONLY, own_name
+from recipes.options.names import CHANGEABLE, ENDED, FILE_ONLY, FREE, PLACES, own_name
 from recipes.options.option_table import (
     TRUTH,
     Option,
@@ -130,8 +130,10 @@ def parse_recipe(
     if "change" in given:
         given |= _changes(given, presets[TINY])
     if isinstance(run_dir := given.get("resume"), str):
-        if "preset" in given or "config" in given:
-            raise InvalidConfig(f"--resume {run_dir} continues with its own options: leave out --preset and --config")
+        elsewhere = given.get("output-dir", Path(run_dir)).resolve() != Path(run_dir).resolve()
+        if elsewhere or "preset" in given or "config" in given:
+            own = "continues with its own options in its own directory"
+            raise InvalidConfig(f"--resume {run_dir} {own}: leave out --preset, --config and --output-dir")
         began = _recorded(run_dir, presets, given)
         length = {"epochs": None} if "steps" in given else {}
         return over(began, length | given | {"resume": True, "output-dir": Path(run_dir)})
@@ -207,7 +209,7 @@ def _changes(given: Mapping[str, Any], default: Any) -> dict[str, Any]:
             raise _unknown(f"--{word.removeprefix('--')}", options)
         raise InvalidConfig(f"--change {word}: write NAME=VALUE")
     run_dir = given["resume"] if isinstance(given["resume"], str) else given.get("output-dir", default.run.output_dir)
-    if refused := [name for name in values if name not in CHANGEABLE]:
+    if refused := [name for name in values if name not in CHANGEABLE | FREE and name.split(".")[0] not in PLACES]:
         raise InvalidConfig(f"--change {refused[0]}: {way_out_of_resuming(run_dir)}")
     return values | {"change": tuple(values)}
 

@@ -1,6 +1,7 @@
 """The options of a configuration: names, types, defaults, texts, and how words become their values."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -57,7 +58,11 @@ class Option:
         return get_args(self.kind) if get_origin(self.kind) in (Union, UnionType) else (self.kind,)
 
     def value(self, words: Sequence[str]) -> Any:
-        """The value that words spell. Raises `InvalidConfig`."""
+        """The value that words spell. Raises `InvalidConfig`, also where a path or a name is empty: a variable of a shell that is
+        not set would begin a run of other data, or in the working directory.
+        """
+        if "" in words and not isinstance(self.default, (str, dict)):
+            raise InvalidConfig(f"--{self.name} '' is empty: give it a value, or leave it out")
         try:
             return value_of(self.kind, words)
         except (ValueError, KeyError, OverflowError):
@@ -162,7 +167,9 @@ def value_of(kind: Any, words: Sequence[str]) -> Any:
     if kind is bool:
         return TRUTH[word.lower()]
     if kind is float:
-        return float(word.replace(".inf", "inf").replace(".nan", "nan"))
+        if math.isnan(number := float(word.replace(".inf", "inf"))):  # no option has a use for it
+            raise ValueError(word)
+        return number
     if kind in (str, Path):
         at_home = word == "~" or word.startswith("~/")  # which a shell leaves in --name=~/path and in quotes
         return kind(f"{Path.home()}{word[1:]}" if at_home else word)

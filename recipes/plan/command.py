@@ -105,7 +105,6 @@ def policy_setting(config: Any, batch: BatchSizes, device: Device) -> Setting:
         longest=config.data.max_prompt_length + config.longest_response,
         engine=config.engine,
         engine_options=dict(config.engine_options),
-        engine_apart=bool(config.layout.rollout),
         **critic,
     )
 

@@ -13,6 +13,7 @@ from recipes.plan.memory import RoleMemory, asleep, awake, held, idle, kv_bytes,
 from recipes.plan.setting import GIB, Role, Setting, Traffic
 from rollout.engine import slots_for
 from workers.model.model_config import UNSHARDED, Unsharded
+from workers.parallel.ulysses import check_heads
 from workers.ranks.layout import Layout
 
 FULL = 0.92  # share of the memory that weights and gradients stay unsharded in
@@ -87,7 +88,12 @@ def forecast(setting: Setting) -> Forecast:
 
     With ``unsharded="auto"`` as much stays unsharded between micro-batches as fits. A run measures what fits
     (`workers.training.memory.unsharding`).
+
+    Raises:
+        InvalidConfig: the layout does not divide the model's heads.
     """
+    text, layout = setting.config.get_text_config(), setting.layout
+    check_heads(text, family_of(setting.config).recurrent_mixers is not None, layout.sp, layout.tp)
     kept: list[Unsharded] = [setting.compute.unsharded]
     if setting.compute.unsharded == "auto":
         kept = ["nothing"] if setting.layout.shards == 1 else list(reversed(UNSHARDED))
@@ -130,7 +136,7 @@ def busy(setting: Setting, role: Role, learns: bool) -> tuple[RoleMemory, ...]:
     if role == "reference" and setting.base_is_reference and aside:
         roles["actor"] = idle(present["actor"], moments_only=True)  # whose weights the reference uses
     roles[role] = memory
-    if setting.engine is not None and not setting.engine_apart:
+    if setting.engine is not None and not setting.layout.rollout:
         roles["engine"] = asleep(setting)
     return tuple(roles.values())
 
@@ -138,8 +144,8 @@ def busy(setting: Setting, role: Role, learns: bool) -> tuple[RoleMemory, ...]:
 def _generation(setting: Setting) -> Iterator[Phase]:
     if setting.engine is None:
         return
-    roles = () if setting.engine_apart else tuple(resting(setting).values())
-    share = setting.batch.share(setting.prompts, max(setting.layout.world_size // setting.engine_parallel, 1))
+    roles = () if setting.layout.rollout else tuple(resting(setting).values())
+    share = setting.batch.share(setting.prompts, max(setting.engine_devices // setting.engine_parallel, 1))
     default = slots_for(len(share.responses)) if setting.engine == "vllm" else 256
     rows = min(int(setting.engine_options.get("max_num_seqs", default)), len(share.responses))
     memory = awake(setting, share, rows)
@@ -180,7 +186,7 @@ def _problems(found: Forecast) -> Iterator[str]:
     if found.memory > memory:
         needs = f"{found.memory / GIB:.1f} GiB of the {memory / GIB:.1f} GiB of {setting.device.name}"
         yield f"{found.fullest.name} needs {needs}"
-    if setting.engine == "vllm" and not setting.engine_apart:
+    if setting.engine == "vllm" and not setting.layout.rollout:
         engine = next(phase for phase in found.phases if phase.name == "gen").roles[-1]
         key_bytes = max(kv_bytes(setting.config.get_text_config()) // setting.engine_parallel, 1)
         if engine.kv_cache < key_bytes * setting.longest:
@@ -197,7 +203,7 @@ DEGREES = (1, 2, 4, 8, 16)
 
 def with_share(setting: Setting) -> Setting:
     """The setting with vLLM's ``memory_share``: what the other roles leave of the device while they rest."""
-    if setting.engine != "vllm" or setting.engine_apart:
+    if setting.engine != "vllm" or setting.layout.rollout:
         return setting
     others = Phase("", 0.0, 0.0, tuple(resting(setting).values())).reserved + setting.device.context
     share = min(max(math.floor(100 * (1 - others / setting.device.memory)) / 100, LEAST_SHARE), MOST_SHARE)
@@ -217,7 +223,7 @@ def way_out(setting: Setting) -> str:
         if (aside and compute.offload) or number > setting.prompts:
             continue
         chosen = replace(each, offload_idle=aside, token_budget=budget, activation_checkpointing=mode)
-        tried = replace(setting, device=small, compute=chosen, layout=Layout(dp=number))
+        tried = replace(setting, device=small, compute=chosen, layout=Layout(dp=number, rollout=setting.layout.rollout))
         if (fitting := forecast(with_share(tried))).fits:
             found = forecast(replace(fitting.setting, device=device))
             return f"{options}{as_options(found.setting)} takes {found.memory / GIB:.1f} GiB"

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from dataproto.errors import InvalidConfig
-from recipes.configs.shared.device_preset import DEVICE_MEMORY, GIB
+from recipes.configs.shared.device_preset import DEVICE_MEMORY, GIB, check_device
 from recipes.plan.model_size import FREEZING, ModelSize, model_size
 from recipes.plan.rows import VARIATION, BatchSizes, MicroBatchSize
 from workers.model.model_config import ModelConfig, OptimizerKind
@@ -48,10 +47,7 @@ def device_named(name: str | None) -> Device:
         title = torch.cuda.get_device_name().lower()
         known = next((each for each in DEVICES if each.split("-")[0] in title), "h100")
         return replace(DEVICES[known], name=title, memory=torch.cuda.get_device_properties(0).total_memory)
-    if name == "cpu":
-        raise InvalidConfig("device='cpu': only GPUs are planned; a run on a CPU says what its first steps took")
-    if (name or "h200") not in DEVICES:
-        raise InvalidConfig(f"device={name!r} is unknown: choose one of {', '.join(DEVICES)}")
+    check_device(name)
     return DEVICES[name or "h200"]
 
 
@@ -130,7 +126,6 @@ class Setting:
     layout: Layout = field(default_factory=Layout)
     engine: str | None = "hf"  # None: nothing is generated in a step
     engine_options: Mapping[str, Any] = field(default_factory=dict)
-    engine_apart: bool = False  # on devices of its own
     longest: int = 4096  # tokens of a prompt and its response together
     minibatch: int | None = None  # prompts of an optimizer step
     epochs: int = 1
@@ -158,6 +153,11 @@ class Setting:
     def updates(self) -> int:
         """Optimizer steps of an epoch of a step."""
         return -(-self.prompts // self.updated_prompts)
+
+    @property
+    def engine_devices(self) -> int:
+        """Devices that have a part of an engine."""
+        return self.layout.rollout or self.layout.world_size
 
     @property
     def engine_parallel(self) -> int:

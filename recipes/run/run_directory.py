@@ -298,6 +298,12 @@ def _changes(directory: Path, config: HasRun) -> list[dict[str, Any]]:
             f"{directory} holds checkpoints, but no {CONFIG_FILE} with their settings: restore that file, or choose another "
             "--output-dir"
         )
+    step = 0 if found is None else found[0]
+    if config.run.steps < step or (config.run.steps == step and "steps" in config.run.change):
+        raise CheckpointError(
+            f"all {step} steps of {directory} are done, and --change steps={config.run.steps} asks for no further one: name "
+            f"more than {step}"
+        )
     asked = {*config.run.change} | ({"steps"} if "epochs" in config.run.change else set())
     changed = {name for name, option in names.items() if option in CHANGEABLE and option in asked}
     for name in before:
@@ -318,12 +324,6 @@ def _changes(directory: Path, config: HasRun) -> list[dict[str, Any]]:
         for name in sorted(changed)
         if before.get(name) != now[name]
     }
-    step = 0 if found is None else found[0]
-    if config.run.steps < step or (config.run.steps == step and "steps" in config.run.change):
-        raise CheckpointError(
-            f"all {step} steps of {directory} are done, and --change steps={config.run.steps} asks for no further one: name "
-            f"more than {step}"
-        )
     if not differing:
         return changes
     told = ", ".join(f"{name} {each['after']} (before {each['before']})" for name, each in differing.items())

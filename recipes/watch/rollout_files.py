@@ -274,7 +274,8 @@ def read_lines(path: Path, needed: str, may_be_cut: bool = False) -> list[Row]:
         except (ValueError, TypeError, LookupError) as error:
             if may_be_cut and not line.endswith(b"\n"):
                 break
-            raise FileFormatError(f"{path}, line {number}: not an object with {needed!r}: {line[:80]!r}") from error
+            found = f"{path}, line {number}: not an object with {needed!r}: {line[:80]!r}"
+            raise FileFormatError(f"{found}: mend or delete that line") from error
         rows.append(row)
     return rows
 

@@ -121,11 +121,22 @@ def test_the_file_of_a_run_gives_its_options_again(recipe, tmp_path):
     assert "resume" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
 
 
+def test_change_takes_what_a_resumed_run_may_have_otherwise_without_it(tmp_path):
+    (tmp_path / "config.yaml").write_text("preset: tiny\n")
+    changes = ["layout.dp=2", "on=ray", "max-restarts=3", "keep-rollouts=5"]
+    resumed = grpo.parse(["--resume", str(tmp_path), "--change", *changes])
+    assert (resumed.on, resumed.layout.dp, resumed.max_restarts, resumed.keep_rollouts) == ("ray", 2, 3, 5)
+    assert sft.parse(["--resume", str(tmp_path), "--change", "keep-rows=3"]).keep_rows == 3
+    with pytest.raises(InvalidConfig, match="--change batch-size: a run that is resumed keeps it"):
+        grpo.parse(["--resume", str(tmp_path), "--change", "batch-size=4"])
+
+
 def test_resuming_names_what_it_lacks(tmp_path):
     with pytest.raises(CheckpointError, match="there is no run"):
         grpo.parse(["--resume", str(tmp_path)])
-    with pytest.raises(InvalidConfig, match="leave out --preset and --config"):
-        grpo.parse(["--resume", str(tmp_path), "--preset", "tiny"])
+    for others in (["--preset", "tiny"], ["--output-dir", str(tmp_path / "other")]):
+        with pytest.raises(InvalidConfig, match="leave out --preset, --config and --output-dir"):
+            grpo.parse(["--resume", str(tmp_path), *others])
     (tmp_path / "config.yaml").write_text("critic-optimizer: {lr: 1}")
     with pytest.raises(InvalidConfig, match=r"there is no option 'critic-optimizer.lr'.* begins anew, .*huggingface"):
         grpo.parse(["--resume", str(tmp_path)])

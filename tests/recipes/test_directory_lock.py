@@ -198,3 +198,10 @@ def test_a_file_system_without_locks_is_named_and_used(
     with locked(tmp_path):
         pass
     assert f"no lock in {tmp_path} (No locks available): start one process" in capsys.readouterr().err
+
+
+def test_a_lock_that_cannot_be_made_is_named_with_the_way_out_of_its_command(tmp_path):
+    (tmp_path / "file").touch()
+    into = locked(tmp_path / "file" / "model", "choose another output", inside=False)
+    with pytest.raises(FileNotWritten, match=r"; make room there, or choose another output$"), into:
+        raise AssertionError("it was made")

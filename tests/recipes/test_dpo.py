@@ -180,8 +180,8 @@ def test_adapters_with_their_base_as_reference_and_kto(checkpoint, data_path, tm
     [
         (["--algorithm.loss", "dpo"], "choose one of sigmoid"),
         (["--algorithm.label-smoothing", "0.5"], "below 0.5"),
-        (["--algorithm.beta", "nan"], "must be a number above 0"),
-        (["--algorithm.loss", "kto", "--algorithm.desirable-weight", "nan"], "must be numbers above 0"),
+        (["--algorithm.beta", "inf"], "must be a number above 0"),
+        (["--algorithm.loss", "kto", "--algorithm.desirable-weight", "inf"], "must be numbers above 0"),
         (["--algorithm.loss", "kto", "--batch-size", "1"], "another prompt of the batch: take at least 2"),
         (
             ["--algorithm.loss", "hinge", "--algorithm.label-smoothing", "0.1"],

@@ -21,7 +21,7 @@ from recipes.data.loader import PromptLoader, draws
 from recipes.demo.rows import ProblemRows
 from recipes.demo.tiny_model import make_tiny_model, make_tiny_processors
 from recipes.dpo import dpo_task
-from recipes.plan.command import main
+from recipes.plan.command import forecast_text, main
 from recipes.plan.forecast import fastest_layout, forecast, possible_layouts, way_out
 from recipes.plan.model_size import model_size
 from recipes.plan.rows import BatchSizes, PromptSizes, measure_answers, measure_prompts, response_lengths
@@ -303,8 +303,7 @@ def test_the_command_plans_a_cluster(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("grpo --device abacus", "device='abacus' is unknown: choose one of h200, h100, a100-80g"),
-        ("grpo --device cpu", "only GPUs are planned; a run on a CPU says what its first steps took"),
+        ("grpo --on ray --layout.tp 3", "layout.sp=1 x layout.tp=3 = 3 must divide the 4 query heads"),
         ("reward-model", "reward-model is not planned"),
         ("dpo --algorithm.loss kto", "dpo with --algorithm.loss kto is not planned"),
         ("--devices 8 --preset 9000b", "preset '9000b' is unknown: choose one of 3b"),
@@ -318,6 +317,23 @@ def test_the_command_plans_a_cluster(tmp_path, capsys):
 def test_the_command_refuses_what_it_cannot_plan(options, message, capsys):
     assert main(options.split()) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("others", [["grpo"], ["--devices", "8"]])
+@pytest.mark.parametrize("name", ["abacus", "cpu"])
+def test_a_device_that_is_not_planned_is_refused_with_the_options(others, name):
+    with pytest.raises(InvalidConfig, match=f"^--device '{name}' is none .* planned: h200, h100, a100-80g$"):
+        plan_config.parse([*others, "--device", name])
+
+
+def test_engines_of_their_own_generate_on_their_own_devices_only():
+    """Two of 8 take as long as two without further ranks, and the title counts all."""
+    whole = step_of("3b", layout=Layout(dp=8, rollout=2))
+    two = step_of("3b", layout=Layout(dp=2))
+    of_phases = [{phase.name: phase.seconds for phase in forecast(each).phases} for each in (whole, two)]
+    assert of_phases[0]["gen"] == of_phases[1]["gen"]
+    assert of_phases[0]["update_actor"] < of_phases[1]["update_actor"]
+    assert forecast_text(forecast(whole)).startswith("forecast, not measured: 10 x h200 (dp 8, rollout 2)")
 
 
 def test_every_preset_is_in_the_text_of_the_option():

@@ -265,6 +265,14 @@ def test_checkpoints_without_the_settings_they_were_made_with_are_not_gone_on_fr
         (tmp_path / CONFIG_FILE).write_text(json.dumps({"run": {"steps": 10}}))
 
 
+def test_fewer_steps_than_are_done_are_named_before_what_follows_from_them(tmp_path):
+    opened(config(tmp_path, steps=10, warmup_steps=15))
+    (tmp_path / "global_step_4").mkdir()
+    shorter = config(tmp_path, steps=3, resume=True, warmup_steps=15)  # whose schedule would shorten the warm-up
+    with pytest.raises(CheckpointError, match=r"^all 4 steps of .* are done, .*: name more than 4$"):
+        opened(replace(shorter, run=replace(shorter.run, change=("steps",))))
+
+
 class Thirteen(list):
     """Rows that no test reads."""
 

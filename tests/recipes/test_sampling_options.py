@@ -37,7 +37,7 @@ def test_training_samples_by_min_p_and_both_end_at_stop_texts(tmp_path):
     ("given", "message"),
     [
         (["--rollout.min-p", "1.5"], "min_p=1.5: must be between 0"),
-        (["--rollout.stop", ""], "--rollout.stop .*not empty"),
+        (["--rollout.stop", ""], "--rollout.stop .* is empty"),
         (["--engine", "vllm", "--engine-options", "quantization", "fp8"], "add --algorithm.correction token"),
     ],
 )

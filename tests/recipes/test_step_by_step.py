@@ -158,7 +158,7 @@ def test_a_step_is_torchs_adamw_with_the_given_settings(roles, path):
     assert metrics["actor/lr"] == 3e-3
     for copy, parameter in zip(copies, parameters):
         assert torch.allclose(copy, parameter, atol=1e-6)
-    with pytest.raises(InvalidConfig, match="negative"):
+    with pytest.raises(InvalidConfig, match="must be at least 0"):
         AdamParams(learning_rate=-1.0)
 
 

@@ -107,6 +107,13 @@ def test_every_end_is_called_and_the_first_error_is_raised() -> None:
     assert caught.value.__notes__ == ["and Later: three"]
 
 
+def test_an_end_that_fails_of_the_same_cause_says_nothing_more() -> None:
+    """A damaged file is met by the run and again by its report."""
+    with pytest.raises(Later) as caught, ending(fails(Later, "line 8"), fails(Later, "line 9")):
+        fails(Later, "line 8")()
+    assert caught.value.__notes__ == ["and Later: line 9"]
+
+
 def test_a_reader_that_stops_is_no_error() -> None:
     def numbers() -> Iterator[int]:
         with ending(fails(Later)):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, check_at_least
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,11 @@ class RayConfig:
         return {name: value for name, value in parts.items() if value}
 
     def __post_init__(self) -> None:
-        if min(self.timeout_s, self.reward_timeout_s) <= 0 or self.cpus < 0:
-            raise InvalidConfig(
-                f"ray: timeout_s={self.timeout_s} and reward_timeout_s={self.reward_timeout_s} must be above 0, "
-                f"cpus={self.cpus} at least 0"
-            )
-        if self.reward_processes < 1:
-            raise InvalidConfig(f"ray: reward_processes={self.reward_processes} must be at least 1")
+        check_at_least(1, self, "reward_processes", group="ray.")
+        check_at_least(0, self, "cpus", group="ray.")
+        if not (self.timeout_s > 0 and self.reward_timeout_s > 0):
+            times = f"timeout_s={self.timeout_s} and reward_timeout_s={self.reward_timeout_s}"
+            raise InvalidConfig(f"ray: {times} must be above 0")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""

@@ -3,7 +3,6 @@
 Imports no torch, so that a command shows its options at once.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -78,11 +77,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "token_budget", "scoring_token_budget")
-        check_at_least(0, self, "mtp_coef")
-        if self.lora_rank < 0 or self.lora_alpha <= 0:
-            raise InvalidConfig(
-                f"lora_rank={self.lora_rank} must be at least 0 and lora_alpha={self.lora_alpha} above 0"
-            )
+        check_at_least(0, self, "mtp_coef", "lora_rank")
+        if not self.lora_alpha > 0:
+            raise InvalidConfig(f"lora_alpha={self.lora_alpha}: must be above 0")
         if self.lora_vision and (not self.lora_rank or self.freeze_vision):
             raise InvalidConfig(
                 f"lora_vision=True adapts the vision tower: it needs lora_rank above 0 (now {self.lora_rank}) and "
@@ -170,13 +167,12 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.lr < 0 or not self.max_grad_norm > 0:
-            raise InvalidConfig(f"lr={self.lr} must be at least 0 and max_grad_norm={self.max_grad_norm} above 0")
-        for name, value in (("lr", self.lr), ("weight_decay", self.weight_decay)):
-            if not abs(value) <= LARGEST_FLOAT32:
-                raise InvalidConfig(
-                    f"{name}={value}: must be at most {LARGEST_FLOAT32:g}, the largest number of float32"
-                )
+        check_at_least(0, self, "lr", "weight_decay", "warmup_steps", "min_lr_ratio")
+        if not self.max_grad_norm > 0:
+            raise InvalidConfig(f"max_grad_norm={self.max_grad_norm}: must be above 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InvalidConfig(f"betas={self.betas}: must be at least 0 and below 1")
+        _check_float32(self, "lr", "weight_decay")
         if isinstance(self.schedule, str) and self.schedule not in SCHEDULES and ":" not in self.schedule:
             raise InvalidConfig(f"schedule={self.schedule}: must be one of {', '.join(SCHEDULES)}, or FILE.py:FUNCTION")
         if self.schedule != "constant" and self.total_steps is not None and self.total_steps <= self.warmup_steps:
@@ -198,6 +194,13 @@ SMALLEST_EPS = 2.0**-126
 """The smallest number that float32 holds in full precision."""
 
 
+def _check_float32(config: object, *names: str) -> None:
+    """Raises `InvalidConfig` for the first of a configuration's numbers that is too large, or none."""
+    for name in names:
+        if not (value := getattr(config, name)) <= LARGEST_FLOAT32:
+            raise InvalidConfig(f"{name}={value}: must be at most {LARGEST_FLOAT32:g}, the largest number of float32")
+
+
 @dataclass(frozen=True)
 class AdamParams:
     """Settings of one step, for training step by step; names and defaults are those of the ``tinker`` package."""
@@ -210,16 +213,8 @@ class AdamParams:
     grad_clip_norm: float = 0.0  # 0: gradients are not clipped
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps", "weight_decay"):
-            if not getattr(self, name) <= LARGEST_FLOAT32:
-                raise InvalidConfig(
-                    f"{name}={getattr(self, name)}: must be at most {LARGEST_FLOAT32:g}, the largest number of float32, in which "
-                    "AdamW computes"
-                )
-        if math.isnan(self.grad_clip_norm):
-            raise InvalidConfig("grad_clip_norm=nan: must be a number, 0 for gradients that are not clipped")
-        if self.learning_rate < 0 or self.grad_clip_norm < 0 or self.eps < 0 or self.weight_decay < 0:
-            raise InvalidConfig(f"{self}: no number may be negative")
+        _check_float32(self, "learning_rate", "eps", "weight_decay")
+        check_at_least(0, self, "learning_rate", "grad_clip_norm", "weight_decay")
         if self.eps < SMALLEST_EPS:
             raise InvalidConfig(
                 f"eps={self.eps}: must be at least {SMALLEST_EPS:g}, as AdamW divides 0 by eps where a weight has had no "

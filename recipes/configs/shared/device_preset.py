@@ -50,6 +50,12 @@ class Machine:
         return round(0.92 * self.memory - 2.5 * GIB)
 
 
+def check_device(name: str | None) -> None:
+    """Raises `InvalidConfig` for a name that is none of `DEVICE_MEMORY`."""
+    if name is not None and name not in DEVICE_MEMORY:
+        raise InvalidConfig(f"device={name!r} is none of the GPUs that are planned: {', '.join(DEVICE_MEMORY)}")
+
+
 def this_machine() -> Machine | None:
     """The GPUs of this machine; ``None`` without one."""
     import torch

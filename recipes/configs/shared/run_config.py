@@ -80,7 +80,7 @@ def announce_small_model(config: Any) -> None:
 
 def check_kept(option: str, limit: float) -> None:
     """Raises `InvalidConfig` for what is neither a number of rows, nor a share below 1, nor 0."""
-    if limit < 0 or (limit > 1 and limit != int(limit)):
+    if not limit >= 0 or (limit > 1 and limit % 1):
         raise InvalidConfig(f"{option}={limit}: must be a number of rows, a share below 1, or 0")
 
 
@@ -117,6 +117,8 @@ class RecipeConfig:
         check_at_least(0, self, "max_restarts")
         if self.on == "local" and self.layout.world_size + self.layout.rollout > 1:
             raise InvalidConfig(f"{self.layout} needs several processes: add --on ray")
+        if self.compute.lora_rank and self.layout.tp > 1:
+            raise InvalidConfig("lora_rank with layout.tp: adapters are not split; use dp or sp instead of tp")
 
     def idle_options(self) -> list[tuple[bool, str, str]]:
         """Options that do nothing here; see `recipes.options.refuse_idle_options`."""
