@@ -158,7 +158,7 @@ def test_mistakes_fail_their_own_request_by_name_and_the_run_goes_on(client):
         model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [1], "weights": [1.0]}
     )
     assert "datum 0: 1 targets for 2 tokens" in failure(client.forward_backward([bad], "cross_entropy"))
-    assert "no number may be negative" in failure(client.optim_step(tinker.AdamParams(learning_rate=-1)))
+    assert "learning_rate=-1.0: must be at least 0" in failure(client.optim_step(tinker.AdamParams(learning_rate=-1)))
     assert "there is adamw" in failure(client.optim_step(tinker.types.DimuonParams(learning_rate=0.1)))
     assert "encrypt" in failure(client.save_weights_external("out", age_encryption_recipients=["age1x"]))
     assert learn(client, 1)
