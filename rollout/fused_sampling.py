@@ -4,21 +4,34 @@ Each of the 30 operations it takes the place of costs the host some 15 us, and m
 one row alone, so that its token does not depend on others.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout.sampling import ids_on, policy_logits_
+
 CHUNK = 4096
 """Tokens of the vocabulary that a program reads, so that few rows keep a whole device busy."""
 
 
-def draw(logits: Tensor, temperature: float | Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens ``(B,)`` int64 for ``logits (B, V)`` and uniform ``numbers (B,)`` float64, and their log-probs ``(B,)`` float32.
+def draw(
+    logits: Tensor, temperature: float | Tensor, numbers: Tensor, banned_ids: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """Draws a token for each row. Inverts the distribution function, as `rollout.sampling.draw_tokens` does.
 
-    ``temperature``, one or ``(B,)`` of them: at 0 the likeliest token, and its log-prob at 1. Draws invert the distribution
-    function as `rollout.sampling.draw_tokens` does.
+    Args:
+        logits: ``(B, V)`` float32 on CUDA; those of ``banned_ids``, which have no probability, are overwritten.
+        temperature: one number, or ``(B,)`` float32. At 0 a row has its likeliest token, and the log-prob at temperature 1.
+        numbers: ``(B,)`` float64, uniform in [0, 1).
+
+    Returns:
+        Tokens ``(B,)`` int64 and their log-probs ``(B,)`` float32, which are not finite if a row's logits are not.
     """
+    if banned_ids:
+        policy_logits_(logits, 1.0, ids_on(tuple(banned_ids), logits.device))
     rows, words = logits.shape
     chunks = triton.cdiv(words, CHUNK)
     tokens, log_probs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)

@@ -150,8 +150,7 @@ def sample(
     if whole and logits.device.type == "cuda" and has_triton():
         from rollout.fused_sampling import draw
 
-        banned = ids_on(tuple(banned_ids), logits.device) if banned_ids else None
-        return draw(policy_logits_(logits.float(), 1.0, banned), sampling.temperature, numbers)
+        return draw(logits.float(), sampling.temperature, numbers, banned_ids)
     log_probs = policy_log_probs_(logits, sampling.temperature or 1.0, banned_ids)
     drawn = log_probs
     if undrawn_ids:

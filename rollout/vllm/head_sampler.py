@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollout.fused_sampling import draw
-from rollout.sampling import draw_tokens, ids_on, policy_log_probs_, policy_logits_, uniforms
+from rollout.sampling import draw_tokens, policy_log_probs_, uniforms
 from rollout.vllm.sampler import CLOSED
 from rollout.vllm.second_runner import SecondRunnerSampler
 
@@ -113,8 +113,7 @@ class HeadDrafts:
         numbers = self._numbers[: len(logits)].gather(1, step).squeeze(1)
         tempered, temperatures = logits.float(), self._temperatures[: len(logits)]
         if tempered.device.type == "cuda":
-            banned = ids_on(tuple(self._banned_ids), logits.device) if self._banned_ids else None
-            return draw(policy_logits_(tempered, 1.0, banned), temperatures, numbers)[0]
+            return draw(tempered, temperatures, numbers, self._banned_ids)[0]
         tempered.div_(temperatures[:, None].where(temperatures[:, None] > 0, 1.0))
         log_probs = policy_log_probs_(tempered, 1.0, self._banned_ids)
         return draw_tokens(log_probs.exp(), numbers).where(temperatures > 0, log_probs.argmax(-1))

@@ -70,6 +70,15 @@ def test_equally_spread_numbers_draw_the_distribution():
     torch.testing.assert_close(torch.bincount(tokens, minlength=5) / 1000, logits[0].softmax(-1), atol=1e-3, rtol=0)
 
 
+def test_banned_ids_are_not_drawn_and_take_no_probability():
+    from rollout.fused_sampling import draw
+
+    numbers = (torch.arange(600, dtype=torch.float64) + 0.5) / 600
+    tokens, log_probs = draw(torch.zeros(600, 5), 1.0, numbers, banned_ids=(0, 3))
+    assert torch.bincount(tokens, minlength=5).tolist() == [0, 200, 200, 0, 200]
+    torch.testing.assert_close(log_probs, torch.full((600,), 1 / 3).log(), atol=1e-6, rtol=0)
+
+
 def test_logits_that_are_not_finite_are_told_by_the_log_prob():
     from rollout.fused_sampling import draw
 
