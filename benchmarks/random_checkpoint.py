@@ -34,7 +34,7 @@ def make(path: Path, size: str) -> Path:
 
 
 def write(path: Path, size: str, weights: bool = True) -> Path:
-    """Writes the checkpoint in bfloat16, or all but the weights of the model; those of a head that drafts come always."""
+    """Writes the checkpoint in bfloat16. Without ``weights`` it has no weights but those of its head that drafts, if any."""
     make_tiny_model(path)  # tokenizer, image processor, generation settings
     if size == "tiny":
         return path

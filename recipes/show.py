@@ -125,6 +125,7 @@ def shown_sources(asked: ShowConfig) -> Iterator[ShownSource]:
         else:
             builder = prompt_builder(config.data, model_path)
     for name, rows in _opened(asked):
+        # A draw is named by its epoch and its place in it.
         first_epoch = takewhile(lambda drawn: drawn[0].startswith("0-"), draws(rows, 0, shuffle=False))
         given = [read_draw(rows, drawn) for drawn in islice(first_epoch, asked.options.rows)]
         shown = tuple(shown_row(place, row, builder) for place, row in enumerate(given))

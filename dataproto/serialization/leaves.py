@@ -72,9 +72,9 @@ def _tensor(dtype: str, shape: tuple[int, ...], requires_grad: bool, device: str
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _trimmed(*description: Any) -> Any:
-    """A tensor, with the numpy dtype, the bounds and the values of the runs that were left out of its data."""
-    dtype, shape, requires_grad, device, word, bounds, values, data = description
+def _trimmed(dtype: str, shape: tuple[int, ...], requires_grad: bool, device: str | None, *trimmed: Any) -> Any:
+    """A tensor, of whose data runs were left out: their numpy dtype, bounds and values, then the rest of the data."""
+    word, bounds, values, data = trimmed
     runs = Runs(np.frombuffer(bounds, np.int32).reshape(-1, 2), np.frombuffer(values, word).reshape(-1, 4))
     return _tensor(dtype, shape, requires_grad, device, untrim(runs, data, shape))
 

@@ -354,7 +354,7 @@ def answered_rows(builder: PromptBuilder, prompts: DataProto, texts: list[str]) 
 
 
 def next_token_loss(outputs: Outputs, rows: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-probs of the given tokens."""
+    """Negative log-probs ``(B, R)`` of the given tokens, as a loss function; there are no metrics."""
     return -outputs.log_probs, {}
 
 

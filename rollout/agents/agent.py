@@ -151,7 +151,9 @@ class CommandAgent:
 
 
 def _kill_started(key: str) -> None:
-    """Kills what the command of an episode has started in sessions of its own: the key of the episode is in its environment."""
+    """Kills processes that the command of an episode has started in sessions of their own (on Linux): the key of the episode is
+    in their environment.
+    """
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or is somebody else's
             if key.encode() in environment.read_bytes():

@@ -3,8 +3,8 @@
 At each step vLLM asks for every running request which images it is to read and which blocks of the KV cache it needs. A request
 that decodes reads no images, and needs a block once in as many steps as a block has tokens. Both are known without asking, and a
 step of hundreds of rows then costs the host less. Where each row decodes one more token, and as many drafts by a head, the plan
-of the step before is used again. And vLLM makes no output for a row that only becomes longer by one token: its tokens come with
-the next output that it has.
+of the step before is used again. And vLLM makes no output for a row that only becomes longer: its tokens come with the next
+output that it has.
 
 A recurrent state exists only after the step that computes it. A sample that needs it waits for the next step, and in vLLM's queue
 all later requests wait too. So one step reads the first samples of several prompts, and the other samples continue from their
