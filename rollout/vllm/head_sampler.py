@@ -5,16 +5,24 @@ another.
 """
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from rollout.engine import SamplingParams
 from rollout.fused_sampling import draw
 from rollout.sampling import draw_tokens, policy_log_probs_, uniforms
-from rollout.vllm.sampler import CLOSED
+from rollout.vllm.sampler import CLOSED, Float32Head
 from rollout.vllm.second_runner import SecondRunnerSampler
+
+MOST_DRAWN = 32_768
+"""So many tokens of a larger vocabulary can be drafts: those that samples have drawn most. With few rows, reading the output
+projection of a whole vocabulary for each draft takes a sixth of a step's time.
+"""
 
 STEPS_AHEAD = 64
 """For so many steps random numbers are computed at a time, because each of some 30 operations costs the host."""
@@ -27,9 +35,20 @@ class HeadSampler(SecondRunnerSampler):
         """See `PolicySampler.take_drafts`."""
         runner, speculator = self.runner, self.runner.speculator
         self.drafts, self._head = None, HeadDrafts(speculator, self.banned_ids)
+        runner.model_memory_usage = getattr(runner, "model_memory_usage", 0) + self._head.num_bytes
         self._ahead = torch.arange(2 * runner.num_speculative_steps + 1, device=self.device)
         runner.rejection_sampler = self
         self._own_propose, speculator.propose = speculator.propose, self.propose
+
+    def open(self, seed: int, drawn: int, sampling: SamplingParams, stop_id: int | None) -> int:
+        """See `PolicySampler.open`."""
+        if not self.slots:
+            self._head.choose_tokens()
+        return super().open(seed, drawn, sampling, stop_id)
+
+    def take_weights(self) -> None:
+        """See `PolicySampler.take_weights`."""
+        self._head.choose_tokens()
 
     def propose(self, input_batch: Any, *context: Any, dummy_run: bool = False, **options: Any) -> Tensor:
         """Drafts ``(B, K)`` int64 by the head for the rows of the step that the device computes; the scheduler may want none."""
@@ -70,6 +89,8 @@ class HeadSampler(SecondRunnerSampler):
         They are computed for `STEPS_AHEAD` more steps, each of which gives a row at most 1 + K tokens.
         """
         if reads or not self._steps_left:
+            if self._drawn is not None:
+                self._head.count(self._drawn[0])
             _, seeds, drawn = self._streams
             self._begins, self._steps_left = self._first, 0 if reads else STEPS_AHEAD
             width = len(self._ahead) + self._steps_left * (1 + self.runner.num_speculative_steps)
@@ -85,6 +106,19 @@ class HeadSampler(SecondRunnerSampler):
         return self._streams[0, at], (self._first[at] + after_first + 1) * counts, self._numbers[at, after_first]
 
 
+def most_drawn(counts: Tensor, number: int, banned_ids: Sequence[int]) -> Tensor:
+    """The tokens ``(number,)`` that were drawn most, by their ``counts (V,)`` int64, in order of their ids.
+
+    Of those drawn equally often it takes lower ids, which stand for more frequent texts in a vocabulary that was made by merges.
+
+    >>> most_drawn(torch.tensor([0, 5, 0, 9, 5]), 3, banned_ids=[3]).tolist()
+    [0, 1, 4]
+    """
+    ranks = counts * len(counts) - torch.arange(len(counts), device=counts.device)
+    ranks[list(banned_ids)] = torch.iinfo(ranks.dtype).min
+    return ranks.topk(number).indices.sort().values
+
+
 class HeadDrafts:
     """vLLM's drafts by the head of a model, drawn from the numbers that the tokens themselves will be drawn with, so that the two
     agree as often as their distributions let them.
@@ -96,7 +130,32 @@ class HeadDrafts:
         rows, device = speculator.max_num_reqs, speculator.device
         self._numbers = torch.zeros(rows, speculator.num_speculative_steps, dtype=torch.float64, device=device)
         self._temperatures = torch.ones(rows, device=device)
+        own = self._projection = speculator.model.lm_head
+        self._counts = torch.zeros(own.org_vocab_size, dtype=torch.int64, device=device)
+        self._tokens: Tensor | None = None  # (MOST_DRAWN,) those that can be drafts; None: all
+        plain = own.tp_size == 1 and isinstance(own.quant_method, UnquantizedEmbeddingMethod)
+        if plain and len(self._counts) > MOST_DRAWN + len(banned_ids):
+            self._tokens = self._counts.new_empty(MOST_DRAWN)
+            weight = own.weight.new_empty(MOST_DRAWN, own.weight.shape[1])  # CUDA graphs read these two
+            self._projection = SimpleNamespace(weight=weight, tp_size=1, quant_method=Float32Head())
+            self.choose_tokens()
         speculator.sample_draft = self._choose
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the weights that are copied."""
+        return 0 if self._tokens is None else self._projection.weight.nbytes
+
+    def count(self, drawn: Tensor) -> None:
+        """Counts tokens ``drawn (B, 1 + K)``; those below 0 are none."""
+        self._counts.index_add_(0, drawn.flatten().clamp(min=0), (drawn >= 0).flatten().long())
+
+    def choose_tokens(self) -> None:
+        """Chooses anew which tokens can be drafts, and copies the model's weights for them."""
+        if self._tokens is not None:
+            self._tokens.copy_(most_drawn(self._counts, MOST_DRAWN, self._banned_ids))
+            own = self._speculator.model.lm_head.weight
+            torch.index_select(own.detach(), 0, self._tokens, out=self._projection.weight)
 
     def draw_from(self, numbers: Tensor) -> None:
         """The numbers ``(B, K)`` float64 for the next drafts, where CUDA graphs read them."""
@@ -108,12 +167,17 @@ class HeadDrafts:
 
     def _choose(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """The tokens ``(B,)`` int64 that a step of the head drafts."""
-        logits = self._speculator.compute_draft_logits(hidden_states, 0)
+        logits = self._speculator.model.logits_processor(self._projection, hidden_states).float()
         step = self._speculator.current_draft_step.expand(len(logits), 1)
-        numbers = self._numbers[: len(logits)].gather(1, step).squeeze(1)
-        tempered, temperatures = logits.float(), self._temperatures[: len(logits)]
-        if tempered.device.type == "cuda":
-            return draw(tempered, temperatures, numbers, self._banned_ids)[0]
-        tempered.div_(temperatures[:, None].where(temperatures[:, None] > 0, 1.0))
-        log_probs = policy_log_probs_(tempered, 1.0, self._banned_ids)
-        return draw_tokens(log_probs.exp(), numbers).where(temperatures > 0, log_probs.argmax(-1))
+        numbers, temperatures = (
+            self._numbers[: len(logits)].gather(1, step).squeeze(1),
+            self._temperatures[: len(logits)],
+        )
+        banned_ids = self._banned_ids if self._tokens is None else ()
+        if logits.device.type == "cuda":
+            drawn = draw(logits, temperatures, numbers, banned_ids)[0]
+        else:
+            logits.div_(temperatures[:, None].where(temperatures[:, None] > 0, 1.0))
+            log_probs = policy_log_probs_(logits, 1.0, banned_ids)
+            drawn = draw_tokens(log_probs.exp(), numbers).where(temperatures > 0, log_probs.argmax(-1))
+        return drawn if self._tokens is None else self._tokens[drawn]

@@ -115,6 +115,9 @@ class PolicySampler(Sampler):
         self.runner.rejection_sampler = self.verify
         self.runner.drafter.sampler = self
 
+    def take_weights(self) -> None:
+        """The model has other weights from now on."""
+
     def open_drafts(self, slot: int, key: Hashable, prompt: Tensor) -> None:
         """Drafts tokens for the request in a slot, of the group ``key`` with the ``prompt (P',)``, if the engine drafts any."""
         if self.drafts is not None:

@@ -110,13 +110,14 @@ def load_parameters(worker: Any, weights: Weights) -> set[str]:
 
 def load_head(worker: Any, weights: Sequence[tuple[str, Tensor]]) -> None:
     """Loads the weights of the head into the model that drafts by it, if there is one. It shares embeddings and output projection
-    with the other.
+    with the other, which has been loaded before.
     """
     model = getattr(getattr(worker.model_runner, "speculator", None), "model", None)
     if weights and model is not None:
         with loading(worker, model) as drafter:
             loader: Any = drafter
             loader.load_weights(weights)
+    worker.policy_sampler.take_weights()
 
 
 def given_parameters(model: nn.Module) -> set[str]:

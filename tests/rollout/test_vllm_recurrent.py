@@ -85,8 +85,8 @@ def checkpoint_with_head(path):
     write_checkpoint("qwen3_5", path)
     model = transformers.AutoModelForImageTextToText.from_pretrained(path)
     output = model.get_output_embeddings().weight.data
-    output *= 6
-    output[:100], output[104:] = 0, 0
+    output *= 18
+    output[:180], output[184:] = 0, 0
     model.save_pretrained(path)
     publish("qwen3_5", path)
     add_head(model, path)
@@ -109,7 +109,8 @@ def run_steps_of_a_gpus_start(worker):
 @pytest.mark.long
 def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatch):
     """On the second runner, by the head, against drafts that are nearly all wrong: states go back exactly, also where a step is
-    planned before the tokens of the last one are known, and where steps with drafts and without take turns.
+    planned before the tokens of the last one are known, and where steps with drafts and without take turns. The tokens that the
+    model prefers cannot be drafts before they have been drawn.
     """
     path = checkpoint_with_head(tmp_path)
     builder = PromptBuilder.from_pretrained(path, max_prompt_length=300)
@@ -121,6 +122,7 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
     plain_places(monkeypatch)
     schedule_ahead(monkeypatch)
     monkeypatch.setattr("rollout.vllm.head_sampler.STEPS_AHEAD", 2)
+    monkeypatch.setattr("rollout.vllm.head_sampler.MOST_DRAWN", 180)
     engine = create_engine("vllm", path, speculate=3, dtype="bfloat16", **options)
     assert engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     engine.llm.collective_rpc(run_steps_of_a_gpus_start)
@@ -128,8 +130,9 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
         SimpleNamespace(builder=builder, prompts=builder(ROWS)),
         SamplingParams(4, 0.6, max_tokens=16, seed=3),
     )
+    first = generate(setup, engine, sampling)
     found = generate(setup, engine, sampling)
-    assert found["accepted_tokens"].sum() > 8
+    assert found["accepted_tokens"].sum() > max(8, 1.2 * first["accepted_tokens"].sum())
     assert (found["drafted_tokens"] > 0).all()
     own = engine.sampler._own_propose
     monkeypatch.setattr(
@@ -139,6 +142,7 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
     assert wrong["accepted_tokens"].sum() < 8
     for name in ("responses", "response_mask", "rollout_log_probs"):
         assert torch.equal(found[name], wrong[name]), name
+        assert torch.equal(found[name], first[name]), name
     monkeypatch.setattr(engine.engine.engine_core.engine_core.scheduler, "_payoff", Payoff())
     monkeypatch.setattr(Payoff, "drafts", lambda *_, **__: False)
     plain = generate(setup, engine, sampling)

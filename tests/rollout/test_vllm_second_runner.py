@@ -76,6 +76,70 @@ def test_rows_are_found_by_their_places_in_the_runner(runner: SimpleNamespace) -
     assert sampler.log_probs(first, 3)[2] == pytest.approx(wanted[1][1], abs=1e-6)
 
 
+class Products:
+    """vLLM's object that computes logits, for the tensors of `Projection`."""
+
+    def __call__(self, projection: Any, states: Tensor) -> Tensor:
+        return states @ projection.weight.t()
+
+
+def test_tokens_that_were_drawn_most_can_be_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a vocabulary of 8 the head drafts 3: at first those with the lowest ids, then the most frequent, never a banned one. It
+    uses the model's weights of the last time that it was told of them.
+    """
+    from rollout.vllm import head_sampler
+    from rollout.vllm.sampler import Float32Head
+
+    monkeypatch.setattr(head_sampler, "MOST_DRAWN", 3)
+    weight = torch.eye(VOCABULARY)
+    own = SimpleNamespace(weight=weight, tp_size=1, quant_method=Float32Head(), org_vocab_size=VOCABULARY)
+    speculator = SimpleNamespace(
+        model=SimpleNamespace(lm_head=own, logits_processor=Products()),
+        max_num_reqs=2,
+        num_speculative_steps=1,
+        device=torch.device("cpu"),
+        current_draft_step=torch.zeros(1, dtype=torch.int64),
+    )
+    head = head_sampler.HeadDrafts(speculator, banned_ids=[1])
+    head.temper(torch.zeros(2))  # each row drafts its likeliest token
+    states = torch.tensor([[0.0, 9, 1, 2, 7, 3, 4, 5], [3.0, 9, 1, 2, 0, 7, 4, 0]])
+    assert speculator.sample_draft(states).tolist() == [3, 0]
+
+    head.count(torch.tensor([[4, 5], [4, -1], [1, 1], [7, -1], [7, 7]]))
+    assert speculator.sample_draft(states).tolist() == [3, 0]
+    head.choose_tokens()
+    assert speculator.sample_draft(states).tolist() == [4, 5]
+
+    weight *= -1
+    head.choose_tokens()
+    assert speculator.sample_draft(states).tolist() == [5, 4]
+    assert head.num_bytes == 3 * VOCABULARY * 4
+
+
+@pytest.mark.parametrize("changed", [{"tp_size": 2}, {"quant_method": None}, {"org_vocab_size": 4}])
+def test_a_head_drafts_all_tokens_where_a_part_saves_nothing(
+    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A projection that ranks share or that is quantised has no rows to copy, and a small one is read as it is."""
+    from rollout.vllm import head_sampler
+    from rollout.vllm.sampler import Float32Head
+
+    monkeypatch.setattr(head_sampler, "MOST_DRAWN", 4)
+    settings = {"tp_size": 1, "quant_method": Float32Head(), "org_vocab_size": VOCABULARY} | changed
+    size = int(settings["org_vocab_size"])
+    speculator = SimpleNamespace(
+        model=SimpleNamespace(lm_head=SimpleNamespace(weight=torch.eye(size), **settings), logits_processor=Products()),
+        max_num_reqs=1,
+        num_speculative_steps=1,
+        device=torch.device("cpu"),
+        current_draft_step=torch.zeros(1, dtype=torch.int64),
+    )
+    head = head_sampler.HeadDrafts(speculator, banned_ids=[size - 1])
+    head.temper(torch.zeros(1))
+    assert speculator.sample_draft(torch.arange(float(size))[None]).tolist() == [size - 2]
+    assert head.num_bytes == 0
+
+
 class Stored(TorchDispatchMode):
     """Notes the numbers of dimensions of what is stored at indices."""
 
