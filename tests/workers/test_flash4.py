@@ -1,5 +1,7 @@
 """Choosing FlashAttention 4 by name. ``python benchmarks/attention.py`` compares its results on a GPU."""
 
+import os
+
 import pytest
 import torch
 from torch.autograd import grad
@@ -12,10 +14,15 @@ from workers.model.attention import FLASH_KERNELS, use_packed_attention
 from workers.model.segment_attention import Segments
 from workers.roles.actor import ActorConfig, ActorWorker
 
+STORED = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR")]
+
 
 @pytest.fixture
 def _installed(monkeypatch):
     monkeypatch.setattr(flash4, "installed_version", lambda name: "4.0.0b36")
+    for name in STORED:
+        monkeypatch.setenv(name, "")  # restores it afterwards
+        monkeypatch.delenv(name)
 
 
 def test_it_is_refused_if_it_is_not_installed(monkeypatch, tmp_path):
@@ -50,6 +57,17 @@ def test_a_gpu_without_kernels_is_refused_by_name(monkeypatch, name, capability,
         InvalidConfig, match=rf"no kernels for {name} \(compute capability {number}\): .*set it to 'torch'"
     ):
         flash4.check_usable()
+
+
+@pytest.mark.usefixtures("_installed")
+def test_compiled_kernels_are_stored_for_the_next_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flash4.check_usable()
+    assert [os.environ[name] for name in STORED] == ["1", str(tmp_path / "dataproto" / "flash_attention4")]
+    for name, value in zip(STORED, ("0", "elsewhere"), strict=True):
+        monkeypatch.setenv(name, value)
+    flash4.check_usable()
+    assert [os.environ[name] for name in STORED] == ["0", "elsewhere"]
 
 
 @pytest.mark.usefixtures("_installed")

@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from dataproto.errors import InvalidConfig
 from workers.training.optimizer import (
@@ -55,6 +57,35 @@ def test_new_moments_are_those_that_adamw_makes():
         assert torch.equal(made[name], zeros)
         assert made[name].dtype == zeros.dtype
         assert not zeros.requires_grad
+
+
+class FusedSteps(TorchFunctionMode):
+    """Notes how many parameters each fused step takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch._fused_adamw_:
+            self.sizes.append(len(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+def test_many_parameters_are_stepped_in_parts_as_all_of_them_at_once():
+    parameters = [nn.Parameter(torch.full((2,), float(number))) for number in range(150)]
+    together = [nn.Parameter(each.detach().clone()) for each in parameters]
+    config = OptimizerConfig(lr=0.1, weight_decay=0.1, max_grad_norm=1e9)
+    optimizer = Optimizer(parameters, config)
+    plain = torch.optim.AdamW(together, lr=0.1, betas=config.betas, eps=1e-8, weight_decay=0.1, fused=True)
+    for _ in range(2):
+        for number, (one, other) in enumerate(zip(parameters, together, strict=True)):
+            one.grad, other.grad = (torch.full((2,), float(number % 7 - 3)) for _ in range(2))
+        with FusedSteps() as steps:
+            optimizer.step()
+        plain.step()
+        assert steps.sizes == [64, 64, 22]
+    assert all(torch.equal(one, other) for one, other in zip(parameters, together, strict=True))
 
 
 def test_a_decaying_schedule_needs_its_length():

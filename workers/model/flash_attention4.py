@@ -4,6 +4,7 @@ On long segments it is twice as fast as torch's kernel. It is registered as one 
 layers treat it as opaque and activation checkpointing can save its output.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.functional import pad
 
 from dataproto.errors import InvalidConfig
 from dataproto.extras import installed_version
+from workers.model.compiled_code import cache_folder
 from workers.model.segment_attention import Gradients, Segments, flash_operator
 
 MAX_TORCH_QUERIES = 128
@@ -35,6 +37,8 @@ CAPABILITIES = {9: "Hopper", 10: "Blackwell", 11: "Blackwell"}
 def check_usable() -> None:
     """Checks that the package is installed and that the current GPU, if there is one, has the kernels.
 
+    From then on the package keeps the kernels that it compiles, see `keep_compiled_kernels`.
+
     Raises:
         InvalidConfig: the package is missing, or the compute capability of the GPU is not in `CAPABILITIES`.
     """
@@ -50,6 +54,16 @@ def check_usable() -> None:
                 f"{major}.{minor}): it needs {', '.join(f'{number}.x ({name})' for number, name in CAPABILITIES.items())}; "
                 "set it to 'torch'"
             )
+    keep_compiled_kernels()
+
+
+def keep_compiled_kernels() -> None:
+    """Has the package store its kernels in ``dataproto/flash_attention4`` of the user's cache folder for the next run.
+
+    By itself it stores none. Its own variables, if they are set, decide.
+    """
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("flash_attention4")))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None) -> Tensor:

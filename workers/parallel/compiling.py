@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from shutil import which
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from dataproto.errors import InvalidConfig
+from workers.model.compiled_code import cache_folder
 from workers.model.mixture import fused_module
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -154,8 +154,7 @@ def keep_compiled_code() -> None:
 
     name = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(name, default_cache_dir()) == default_cache_dir():  # torch sets it to its own when it first asks
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        os.environ[name] = str(cache / "dataproto" / "inductor")
+        os.environ[name] = str(cache_folder("inductor"))
 
 
 def check_compiler(device: torch.device) -> None:
