@@ -8,6 +8,7 @@ import contextlib
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -138,9 +139,14 @@ class RunAbandoned(DataProtoError, RuntimeError):
 
 
 def check_at_least(least: int, config: object, *names: str, group: str = "") -> None:
-    """Raises `InvalidConfig` for the first of a configuration's numbers that is too small; ``None`` is no number."""
+    """Raises `InvalidConfig` for the first of a configuration's values that is no number, or one that is too small; ``None`` is
+    left out.
+    """
     for name in names:
         value = getattr(config, name)
+        is_number = value is None or isinstance(value, Real)
+        if not is_number:
+            raise InvalidConfig(f"{group}{name}={value!r}: must be a number, and is a {type(value).__name__}")
         if value is not None and not value >= least:
             raise InvalidConfig(f"{group}{name}={value}: must be at least {least}")
 

@@ -34,6 +34,7 @@ from rollout.engine import SamplingParams
 from workers import Roles
 from workers.model.packed_model import Outputs
 from workers.training.forward_pass import LossFn
+from workers.training.loss_sums import pair_of
 
 __all__ = ["PRESETS", "TINY", "GRPOConfig", "GRPORunConfig", "grpo_step", "main", "parse", "policy_loss"]
 
@@ -46,7 +47,7 @@ def policy_loss(config: AlgorithmConfig) -> LossFn:
     def loss_fn(outputs: Outputs, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         given = named.arguments(outputs, data)
         with in_users_function(named.name, named.function):
-            loss, metrics = named.function(**given)  # each (B, R)
+            loss, metrics = pair_of(named.function(**given))  # each (B, R)
         named.check(outputs, loss, *metrics.values())
         if "rollout_is_weights" in data:
             loss = loss * data["rollout_is_weights"]

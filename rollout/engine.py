@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -56,18 +57,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "n", "max_tokens")
-        if self.temperature < 0:
-            raise InvalidConfig(f"temperature={self.temperature}: must be 0 (greedy) or more")
+        check_at_least(0, self, "temperature", "top_p", "top_k", "min_p", "top_log_probs")
+        if not self.temperature < math.inf:
+            raise InvalidConfig(f"temperature={self.temperature}: must be a finite number, or 0 (greedy)")
         if not 0 < self.top_p <= 1:
             raise InvalidConfig(f"top_p={self.top_p}: must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise InvalidConfig(f"top_k={self.top_k}: must be 0 (all tokens) or more")
-        if not 0 <= self.min_p <= 1:
+        if not self.min_p <= 1:
             raise InvalidConfig(f"min_p={self.min_p}: must be between 0 (all tokens) and 1")
         if isinstance(self.stop, str) or not all(self.stop):
             raise InvalidConfig(f"stop={self.stop!r}: must be a tuple of texts that are not empty")
-        if self.top_log_probs < 0:
-            raise InvalidConfig(f"top_log_probs={self.top_log_probs}: must be 0 (none) or more")
         if self.temperature == 0 and self.n > 1:
             raise InvalidConfig(
                 f"n={self.n} greedy samples of one prompt would all be the same: set n=1 or temperature>0"

@@ -98,6 +98,16 @@ def test_arguments_and_results_of_a_function_are_checked(mine):
         advantage_columns(AlgorithmConfig(advantage=f"{mine}:scalar"), batch() | log_probs())
 
 
+@pytest.mark.parametrize("returned", [torch.zeros(1, 2), (torch.zeros(1, 2), {}, {}), (torch.zeros(1, 2), None)])
+def test_a_loss_that_returns_no_pair_is_told_what_to_return(returned):
+    LOSSES.register("alone", lambda log_probs: returned)
+    try:
+        with pytest.raises(InvalidColumn, match=r"no pair: return loss, \{\}"):
+            policy_loss(AlgorithmConfig(loss="alone"))(outputs(), batch())
+    finally:
+        LOSSES.remove("alone")
+
+
 def log_probs():
     return DataProto.from_dict({"log_probs": torch.zeros(1, 2)})
 

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -75,6 +77,7 @@ def test_streams_on_a_device_are_those_on_the_host_and_of_a_reference(seed, step
     [
         *({"n": 0}, {"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"n": 2, "temperature": 0}),
         *({"min_p": 1.1}, {"min_p": -0.1}, {"stop": "text"}, {"stop": ("",)}, {"top_log_probs": -1}),
+        *({"temperature": math.inf}, {"temperature": math.nan}, {"temperature": "1"}, {"top_p": "1"}, {"n": [1]}),
     ],
 )
 def test_impossible_sampling_is_refused(options):

@@ -95,6 +95,12 @@ def test_a_decaying_schedule_needs_its_length():
         OptimizerConfig(schedule="linear", total_steps=3, warmup_steps=3)
 
 
+@pytest.mark.parametrize("options", [{"lr": "1e-3"}, {"weight_decay": [0.1]}, {"max_grad_norm": "1"}])
+def test_what_is_no_number_is_named(options):
+    with pytest.raises(InvalidConfig, match=rf"{next(iter(options))}=.*: must be a number, and is a (str|list)"):
+        OptimizerConfig(**options)
+
+
 def test_clipping_counts_every_gradient_once_and_passes_over_those_that_are_not_there():
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (2, 3, 4)]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0, 0.0])
