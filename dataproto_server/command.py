@@ -28,6 +28,7 @@ ENGINE = "from dataproto_server.engine_process import main; main({factory!r}, {o
 LOOK_SECONDS = 0.1
 SHORT_LIFE_SECONDS = 10.0  # a process without a mark that ends sooner than this after its start has failed to start
 MOST_FAILURES = 5  # in a row
+MISTAKE = 2  # the exit status after a user's mistake
 STOP_SECONDS = 10.0
 
 
@@ -44,6 +45,7 @@ class Child:
         """
         self.name, self.code, self.passed, self.environment, self.mark = name, code, passed, environment, mark
         self.failures = 0
+        self.has_started = False
         self.start()
 
     def start(self) -> None:
@@ -61,17 +63,19 @@ class Child:
         """Starts the process again if it has ended.
 
         Raises:
-            InvalidConfig: it has failed to start too often.
+            InvalidConfig: it has failed to start too often, or at its first start by a user's mistake.
         """
         if self.process.poll() is None:
             return
         started = self.mark is not None and self.mark.exists()
+        self.has_started |= started
         short = time.monotonic() - self.began < SHORT_LIFE_SECONDS if self.mark is None else not started
         self.failures = self.failures + 1 if short else 0
         code = self.process.returncode
         if started:
             self.mark.unlink()  # type: ignore[union-attr]
-        if short and code > 0 and self.failures >= MOST_FAILURES:
+        mistake = code == MISTAKE and not self.has_started
+        if short and code > 0 and (mistake or self.failures >= MOST_FAILURES):
             raise InvalidConfig(f"the {self.name} process cannot start (exit status {code}): see its messages above")
         print(f"the {self.name} process ended ({code}) and starts again", file=sys.stderr, flush=True)
         if short:

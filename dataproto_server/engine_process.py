@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from typing import Any
 from dataproto_server.backend import Failure, SampleRequest
 from dataproto_server.engine_link import SIZE, packed
 from dataproto_server.refusals import attempted
+from recipes.options import exit_status
 
 log = logging.getLogger("dataproto.serve.engine")
 SAMPLING = ("forget", "submit", "abort")
@@ -259,14 +261,20 @@ def end_with_parent(parent_pipe: int) -> None:
 
 
 def main(factory: str, options: str, path: str, parent_pipe: int) -> None:
-    """Serves the backend that ``module:function`` makes of its options, a text. It prints its stacks at ``SIGUSR1``."""
+    """Serves the backend that ``module:function`` makes of its options, a text. It prints its stacks at ``SIGUSR1``.
+
+    A user's mistake that keeps it from starting is one line on stderr, and the exit status 2.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     faulthandler.register(signal.SIGUSR1)
     end_with_parent(parent_pipe)
     began = time.perf_counter()
     module, _, name = factory.partition(":")
-    backend = getattr(importlib.import_module(module), name)(options)
-    backend.start()
+    with exit_status((), resumes=False) as status:
+        backend = getattr(importlib.import_module(module), name)(options)
+        backend.start()
+    if status.code:
+        sys.exit(status.code)
     gc.collect()
     gc.freeze()  # the collector would stop the engine for 0.1 s or more to look through all that is loaded
     log.info("the engine has started in %.1f s", time.perf_counter() - began)

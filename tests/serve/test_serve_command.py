@@ -120,19 +120,51 @@ def test_an_engine_that_does_not_start_is_given_up_however_long_it_takes(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_mistake_ends_the_first_start_of_an_engine_and_no_later_one(tmp_path):
+    mark = tmp_path / "mark"
+    child = Child("engine", "raise SystemExit(2)", [], os.environ, mark)
+    child.process.wait()
+    with pytest.raises(InvalidConfig, match=r"the engine process cannot start \(exit status 2\)"):
+        child.look()
+    mark.touch()
+    for _ in range(2):  # it had started, and then ends in a start
+        child.look()
+        child.process.wait()
+
+
+@pytest.mark.slow
+def test_a_mistake_that_keeps_an_engine_from_starting_is_one_line(tmp_path):
+    own = "from dataproto.errors import InvalidConfig\n\ndef make(options):\n    raise InvalidConfig('no such model')\n"
+    done = start_of_own_engine(own, tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1] == "error: no such model"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_an_engine_whose_models_cannot_be_loaded_ends_before_the_front_process_can_connect(tmp_path):
     own = "class Own:\n    def start(self):\n        raise SystemExit(7)\n\ndef make(options):\n    return Own()\n"
-    (tmp_path / "own_engine.py").write_text(own)
+    assert start_of_own_engine(own, tmp_path).returncode == 7
+    assert not (tmp_path / "engine").exists()
+
+
+def start_of_own_engine(source, tmp_path):
+    """The end of an engine's process whose backend the function ``make`` of this source makes."""
+    (tmp_path / "own_engine.py").write_text(source)
     read, write = os.pipe()
     code = ENGINE.format(factory="own_engine:make", options="{}", engine=str(tmp_path / "engine"), pipe=read)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-c", code], pass_fds=[read], env=os.environ | {"PYTHONPATH": path}, timeout=100
+        [sys.executable, "-c", code],
+        pass_fds=[read],
+        env=os.environ | {"PYTHONPATH": path},
+        timeout=100,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     os.close(read)
     os.close(write)
-    assert done.returncode == 7
-    assert not (tmp_path / "engine").exists()
+    return done
 
 
 def test_an_answer_is_sent_without_delay():
