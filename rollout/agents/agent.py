@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -99,7 +100,7 @@ class CommandAgent:
 
     def __init__(self, command: str, memory_gib: float | None = None, at_once: int = MOST_PROCESSES) -> None:
         """``memory_gib`` bounds the address space of each process. Further episodes begin as one of ``at_once`` ends. Raises
-        `InvalidConfig` for a command that a shell could not read either.
+        `InvalidConfig` for a command that a shell could not read either, and for a program that is not there.
         """
         if at_once < 1:
             raise InvalidConfig(f"processes={at_once} must be at least 1")
@@ -107,6 +108,8 @@ class CommandAgent:
             self.command, self.memory_gib, self.at_once = shlex.split(command), memory_gib, at_once
         except ValueError as error:
             raise InvalidConfig(f"the command of the agent, {command!r}, cannot be read: {error}") from error
+        if not self.command or shutil.which(self.command[0]) is None:
+            raise InvalidConfig(f"the command of the agent, {command!r}, cannot run: there is no such program")
 
     async def __call__(self, task: AgentTask) -> Outcome:
         """Runs the command. Raises `RuntimeError` with the end of what it wrote on its standard error if it fails."""
