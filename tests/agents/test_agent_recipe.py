@@ -145,7 +145,7 @@ def test_a_name_of_several_words_is_a_command(tmp_path):
     assert load_agent(f"{tmp_path}/few.py:agent").at_once == 2
     with pytest.raises(InvalidConfig, match="cannot be read: No closing quotation"):
         load_agent("python 'own.py")
-    with pytest.raises(InvalidConfig, match="'pyhton own.py', cannot run: there is no such program"):
+    with pytest.raises(InvalidConfig, match=r"'pyhton own\.py', cannot run: there is no such program"):
         load_agent("pyhton own.py")
     with pytest.raises(InvalidConfig, match="'own' names no agent: use"):
         load_agent("own")
