@@ -24,12 +24,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dataproto.errors import RowCountMismatch
+from dataproto.errors import InvalidColumn, RowCountMismatch
 
 Labels = Iterable[Hashable]
 """A label for each row, equal for rows that belong together."""
@@ -400,16 +401,24 @@ def group_index(labels: Labels, mask: Tensor, what: str = "uids", **others: Tens
         RowCountMismatch: the shapes, or the number of rows, differ.
     """
     numbers: dict[Hashable, int] = {}
-    index = [numbers.setdefault(name, len(numbers)) for name in _labels(labels)]
+    index = [numbers.setdefault(name, len(numbers)) for name in _labels(labels, what)]
     _same_shape(mask, **others)
     if len(index) != len(mask):
         raise RowCountMismatch(f"{len(index)} {what} for {len(mask)} rows")
     return torch.tensor(index, dtype=torch.int64, device=mask.device)
 
 
-def _labels(labels: Labels) -> list[Hashable]:
-    """Labels that compare by value; the elements of a tensor do not."""
-    return labels.tolist() if isinstance(labels, Tensor) else list(labels)
+def _labels(labels: Labels, what: str = "uids") -> list[Hashable]:
+    """Labels that compare by value; tensors, and the elements of one, do not.
+
+    Raises:
+        InvalidColumn: a label has several values.
+    """
+    found: list[Any] = [each.tolist() if isinstance(each, Tensor | np.ndarray) else each for each in labels]
+    for row, each in enumerate(found):
+        if not isinstance(each, Hashable):
+            raise InvalidColumn(f"{what}: row {row} has {each!r}, and must have one value, such as a text")
+    return found
 
 
 def _same_shape(mask: Tensor, **others: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataproto.errors import RowCountMismatch
+from dataproto.errors import InvalidColumn, RowCountMismatch
 from recipes.algorithms.advantages import group_advantage, informative_rows
 
 
@@ -101,6 +101,15 @@ def test_mismatched_arguments_raise_an_error_that_names_them():
         group_advantage(rewards, ["a", "a", "a"], mask)
     with pytest.raises(RowCountMismatch, match=r"\(2, 2\)"):
         group_advantage(rewards, ["a", "a"], mask[:, :2])
+
+
+def test_uids_that_are_tensors_or_arrays_of_one_number_are_compared_by_value_and_others_refused():
+    rewards, mask = outcome([1.0, 0.0, 1.0, 1.0])
+    expected = group_advantage(rewards, ["a", "a", "b", "b"], mask)
+    for make in (torch.tensor, np.array):
+        assert torch.equal(group_advantage(rewards, [make(number) for number in (3, 3, 1, 1)], mask), expected)
+        with pytest.raises(InvalidColumn, match=r"row 0 has \[1, 2\], and must have one value"):
+            group_advantage(rewards, [make([1, 2])] * 4, mask)
 
 
 def naive(scores, uid, normalise_std):

@@ -176,6 +176,11 @@ def test_wrong_shapes_are_refused_by_name_before_a_step(checkpoint):
         data["advantages"] = each_row
         with pytest.raises(InvalidColumn, match=r"'advantages': expected \(6, 6\).* found \(6,\); give each token"):
             call(data, pg_loss)
+        data.pop(["advantages"])
+        data["advantages"] = whole.numpy()
+        with pytest.raises(InvalidColumn, match=r"'advantages' is a numpy array: give the tensor torch\.as_tensor"):
+            call(data, pg_loss)
+        data.pop([], ["advantages"])
         data["advantages"] = whole
         for returned, message in (
             (lambda outputs: (outputs.log_probs.sum(1), {}), r"returned \(6,\) as '.*loss.*'"),

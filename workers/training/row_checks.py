@@ -56,6 +56,8 @@ def check_shapes(data: DataProto, module: PackedVLM, columns: Iterable[str]) -> 
         if name == "position_ids" and not module.family.mrope:
             shapes = [(rows, length)]
         column = data[name]
+        if isinstance(column, np.ndarray) and any(len(shape) > 1 for shape in shapes):
+            raise InvalidColumn(f"column {name!r} is a numpy array: give the tensor torch.as_tensor(data[{name!r}])")
         if shapes and isinstance(column, Tensor | np.ndarray) and tuple(column.shape) not in shapes:
             one_a_row = shapes == [(rows, sizes["R"])] and column.shape == (rows,)
             raise InvalidColumn(
