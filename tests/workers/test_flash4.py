@@ -71,6 +71,20 @@ def test_compiled_kernels_are_stored_for_the_next_run(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("_installed")
+def test_no_kernels_are_stored_where_files_cannot_be_written_or_locked(monkeypatch, tmp_path):
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    flash4.check_usable()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(flash4, "flock", no_locks)
+    flash4.check_usable()
+    assert not {*STORED} & os.environ.keys()
+
+
+@pytest.mark.usefixtures("_installed")
 def test_two_models_in_one_process_use_different_kernels():
     first, second = tiny_model("qwen2_5_vl"), tiny_model("qwen2_5_vl")
     use_packed_attention(first)

@@ -5,6 +5,8 @@ layers treat it as opaque and activation checkpointing can save its output.
 """
 
 import os
+from contextlib import suppress
+from fcntl import LOCK_NB, LOCK_SH, flock
 from typing import Any
 
 import torch
@@ -60,10 +62,16 @@ def check_usable() -> None:
 def keep_compiled_kernels() -> None:
     """Has the package store its kernels in ``dataproto/flash_attention4`` of the user's cache folder for the next run.
 
-    By itself it stores none. Its own variables, if they are set, decide.
+    By itself it stores none. Its own variables, if they are set, decide. It ends where it gets no lock on its files, so it stores
+    nothing in a folder that cannot be written to or, as on some network file systems, has no locks.
     """
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("flash_attention4")))
+    folder = cache_folder("flash_attention4")
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as file:
+            flock(file, LOCK_SH | LOCK_NB)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Segments, scaling: float | None) -> Tensor:
