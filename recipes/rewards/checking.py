@@ -19,6 +19,7 @@ from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
 from queue import LifoQueue
+from typing import Any
 
 from dataproto.errors import InvalidConfig, RewardError
 
@@ -50,14 +51,12 @@ class _Child:
 
     def __init__(self, seconds: float, memory: int) -> None:
         self.seconds, self.memory = seconds, memory
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Any = None  # a `subprocess.Popen`, once it has started
 
     def grade(self, answer: str, truth: str) -> bool:
         """The verdict; no verdict in time, for which the process is ended, counts as wrong."""
         if self.process is None or self.process.poll() is not None:  # also after a fork, whose process it is not
             self._start()
-        assert self.process is not None
-        assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # the process has ended; reading from it will show that
             self.process.stdin.write(json.dumps([answer, truth]).encode() + b"\n")
         verdict = self._said(self.seconds)
@@ -89,8 +88,6 @@ class _Child:
 
     def _said(self, seconds: float) -> bytes:
         """The next byte from the process, or none if it has ended or takes longer."""
-        assert self.process is not None
-        assert self.process.stdout is not None
         return self.process.stdout.read(1) if wait([self.process.stdout.fileno()], seconds) else b""
 
 
