@@ -84,11 +84,9 @@ class EpisodeLimits:
     wall_clock: float | None = None  # seconds from the episode's begin, decoding included; None: no limit
 
     def __post_init__(self) -> None:
-        check_at_least(1, self, "turns", "tokens")
+        check_at_least(1, self, "turns", "tokens", "last_pictures")
         if not 0 < self.seconds < float("inf"):
             raise InvalidConfig(f"seconds={self.seconds}: must be a finite number above 0")
-        if self.last_pictures is not None and self.last_pictures < 1:
-            raise InvalidConfig(f"last_pictures={self.last_pictures}: must be at least 1, or None for all")
         if self.wall_clock is not None and not 0 < self.wall_clock < float("inf"):
             raise InvalidConfig(f"wall_clock={self.wall_clock}: must be a finite number above 0, or None for no limit")
         if self.memory_gib is not None and not self.memory_gib > 0:
