@@ -99,7 +99,7 @@ class PromptLoader:
 
     def __post_init__(self) -> None:
         """Raises `InvalidConfig` if there are no rows, or an argument is out of range."""
-        _check(self.rows, self.batch_size, self.on_bad_row)
+        _check(self)
         check_at_least(0, self, "num_workers")
         self._from_start = True
         self._useful: dict[str, int] = {}
@@ -126,7 +126,9 @@ class PromptLoader:
         prompts: list[Prompt] = []
         drawn = self.drawn
         while len(prompts) < self.batch_size:
-            for prepared in self._next(self.batch_size - len(prompts)):
+            coming = [next(self._stream) for _ in range(self.batch_size - len(prompts))]
+            found = [pickle.loads(each) for each in coming] if self.num_workers else self._prepared.in_threads(coming)
+            for prepared in found:
                 drawn += 1
                 if isinstance(prepared, Prompt):
                     source, epoch = _source_and_epoch(prepared.columns["uid"])
@@ -162,12 +164,6 @@ class PromptLoader:
             generator=torch.Generator(),  # the default would draw from the global generator
         )
         return iter(loader)
-
-    def _next(self, count: int) -> "list[Prompt | _BadRow]":
-        """What the next ``count`` draws give."""
-        assert self._stream is not None
-        drawn = [next(self._stream) for _ in range(count)]
-        return [pickle.loads(each) for each in drawn] if self.num_workers else self._prepared.in_threads(drawn)
 
     @property
     def _prepared(self) -> "_Prepared":
@@ -217,7 +213,7 @@ class EvaluationLoader:
     skipped: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check(self.rows, self.batch_size, self.on_bad_row)
+        _check(self)
 
     def __iter__(self) -> Iterator[DataProto]:
         prepared = _Prepared(self.rows, self.builder)
@@ -355,13 +351,12 @@ def _source_and_epoch(uid: str) -> tuple[str, int]:
     return "-".join(source), int(epoch)
 
 
-def _check(rows: Any, batch_size: int, on_bad_row: str) -> None:
-    if _count(rows) == 0:
+def _check(loader: PromptLoader | EvaluationLoader) -> None:
+    if _count(loader.rows) == 0:
         raise InvalidConfig("there are no rows to load")
-    if batch_size < 1:
-        raise InvalidConfig(f"batch_size={batch_size}: must be at least 1")
-    if on_bad_row not in ("stop", "skip"):
-        raise InvalidConfig(f"on_bad_row={on_bad_row!r}: must be 'stop' or 'skip'")
+    check_at_least(1, loader, "batch_size")
+    if loader.on_bad_row not in ("stop", "skip"):
+        raise InvalidConfig(f"on_bad_row={loader.on_bad_row!r}: must be 'stop' or 'skip'")
 
 
 def _reject(bad: _BadRow, on_bad_row: OnBadRow, skipped: dict[int, str], rows: int | None) -> None:
