@@ -80,7 +80,7 @@ class CheckpointFiles:
 
     def tensor(self, name: str) -> "FileTensor":
         """The tensor of this name; call within `opened`."""
-        return FileTensor(self, name, self._shape(name))
+        return FileTensor(self, name, tuple(self._handle(self.files[name]).get_slice(name).get_shape()))
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -102,9 +102,6 @@ class CheckpointFiles:
     def kind(self, name: str) -> str:
         """The type of a tensor's numbers by its name in safetensors files, such as ``BF16``; call within `opened`."""
         return str(self._handle(self.files[name]).get_slice(name).get_dtype())
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(self.files[name]).get_slice(name).get_shape())
 
     def _handle(self, file: str) -> Any:
         handles = self._open.handles
