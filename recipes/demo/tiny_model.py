@@ -3,14 +3,13 @@
 The checkpoint is an ordinary one. The warm-up, on random answers, teaches their format, but nothing about pictures or sounds.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
@@ -279,7 +278,7 @@ STEPS, BATCH_SIZE, LR, PROBLEMS = 80, 32, 2e-3, 256
 def tiny_checkpoint(
     seed: int = 0,
     cache: Path | None = None,
-    phase: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     level: int | str = 1,
 ) -> Path:
     """The path of a tiny Qwen2.5-VL, or thinker of Qwen2.5-Omni, that gives random answers in the right format; created once for

@@ -1,11 +1,10 @@
 """The command ``dataproto plan``: from a recipe's options and data, or a step on a cluster, to a forecast as text."""
 
 import json
-import math
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import isqrt
+from math import ceil, isqrt
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ def expected_setting(asked: PlanConfig, path: str) -> Setting:
     rows, _ = policy_gradient.open_problems(config, builder)
     loader = policy_gradient.prompt_loader(config, builder, rows, shuffle=data.data_path is not None)
     config = replace(config, run=over_epochs(config.run, loader))
-    mean = asked.options.mean_response or max(math.ceil(data.max_response_length / 2), 1)
+    mean = asked.options.mean_response or max(ceil(data.max_response_length / 2), 1)
     responses = response_lengths(data.batch_size * config.algorithm.n, mean, data.max_response_length)
     prompts = measure_prompts(loader).repeated(data.batch_size)
     return policy_setting(config, BatchSizes(builder.config, prompts, responses, config.algorithm.n), device)

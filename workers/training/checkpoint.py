@@ -8,7 +8,6 @@ The state is torch's distributed checkpoint, read without running code from its 
 contents and the values that are not tensors. Here only plain values and the classes that such a table consists of are accepted.
 """
 
-import contextlib
 import io
 import json
 import pickle
@@ -118,7 +117,7 @@ def stored_names(directory: Path) -> frozenset[str]:
         return frozenset(_read_contents(directory).state_dict_metadata)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _reading(directory: Path) -> Iterator[None]:
     """Turns every error of reading a checkpoint into a `CheckpointError`."""
     if not (directory / ".metadata").is_file():
@@ -169,7 +168,7 @@ class FileByFile(FileSystemWriter):
         return done
 
 
-@contextlib.contextmanager
+@contextmanager
 def alone_without_warning() -> Iterator[None]:
     """Silences torch's warning that a process is alone, which is intended here."""
     with warnings.catch_warnings():
