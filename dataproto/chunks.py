@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dataproto.errors import InvalidChunk
+from dataproto.errors import InvalidChunk, raised_as
 
 _SIGNATURES: dict[str, bytes] = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}
 
@@ -26,12 +26,10 @@ class EncodedTextChunk:
 
     def ids(self) -> npt.NDArray[np.int64]:
         """The tokens as ``(n,)`` int64. Raises `InvalidChunk` if they are not whole numbers."""
-        try:
+        with raised_as(InvalidChunk, "its tokens are no whole numbers", TypeError, OverflowError, struct.error):
             if isinstance(self.tokens, list | tuple):
                 return np.frombuffer(struct.pack(f"{len(self.tokens)}q", *self.tokens), dtype=np.int64)
             ids: npt.NDArray[np.int64] = np.asarray(self.tokens).astype(np.int64, casting="same_kind", copy=False)
-        except (TypeError, OverflowError, struct.error) as error:
-            raise InvalidChunk(f"its tokens are no whole numbers: {error}") from error
         if ids.ndim != 1:
             raise InvalidChunk(f"its tokens have shape {ids.shape}, not (tokens,)")
         return ids

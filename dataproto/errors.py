@@ -170,6 +170,21 @@ WAY_OUT = "; make room or lift the limit there, and continue with --resume, or c
 
 
 @contextlib.contextmanager
+def raised_as(kind: Callable[[str], Exception], what: str, *caught: type[Exception]) -> Iterator[None]:
+    """A block whose errors of the classes ``caught`` are raised as a ``kind``: ``what`` went wrong, a colon, and their message.
+
+    >>> with raised_as(InvalidConfig, "the port cannot be read", ValueError):
+    ...     int("x")
+    Traceback (most recent call last):
+    dataproto.errors.InvalidConfig: the port cannot be read: invalid literal for int() with base 10: 'x'
+    """
+    try:
+        yield
+    except caught as error:
+        raise kind(f"{what}: {error}") from error
+
+
+@contextlib.contextmanager
 def writing(path: Path, draft: Path | None = None, way_out: str = WAY_OUT) -> Iterator[None]:
     """A block that writes a file: names the file if the system does not let it, and removes its ``draft`` then.
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from PIL import Image
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
-from dataproto.errors import InvalidChunk, InvalidColumn
+from dataproto.errors import InvalidChunk, InvalidColumn, raised_as
 from dataproto_server.backend import Array, Datum, Pass, PassResult, SampleRequest, SampleResult, Snapshot, SparseRows
 from dataproto_server.config import LimitsConfig
 from dataproto_server.json_requests import ImageBody, SampleBody, TargetsBody, TextBody, read
@@ -186,11 +186,9 @@ def _loss_config(message: Any) -> dict[str, float | str]:
 
 def _read_datum(message: Any, number: int) -> Datum:
     """A datum. Spans, which say where its tokens come from, are not read: no loss with a public formula uses them."""
-    try:
+    with raised_as(InvalidRequest, f"datum {number}", InvalidChunk, InvalidRequest):
         chunks = [_read_chunk(chunk) for chunk in message.model_input]
         inputs = {name: read_tensor(tensor) for name, tensor in sorted(message.loss_fn_inputs.items())}
-    except (InvalidChunk, InvalidRequest) as error:
-        raise InvalidRequest(f"datum {number}: {error}") from error
     if not chunks:
         raise InvalidRequest(f"datum {number}: its input is empty")
     return Datum(chunks, inputs)
@@ -287,14 +285,12 @@ def _read_targets(body: TargetsBody) -> Array | SparseRows:
 
 def _read_json_chunk(value: Any, number: int) -> Chunk:
     kind = value.get("type", "encoded_text") if isinstance(value, Mapping) else type(value).__name__
-    try:
+    with raised_as(InvalidRequest, f"chunk {number} ({kind})", InvalidChunk, InvalidRequest):
         if kind == "encoded_text":
             return EncodedTextChunk(cast(Sequence[int], np.array(read(TextBody, value).tokens, np.int64)))
         if kind == "image":
             image = read(ImageBody, value)
             return ImageChunk(image.data, image.format, image.expected_tokens)
-    except (InvalidChunk, InvalidRequest) as error:
-        raise InvalidRequest(f"chunk {number} ({kind}): {error}") from error
     raise InvalidRequest(
         f"chunk {number} is of type {kind!r}, which is not supported: there are encoded_text and image"
     )

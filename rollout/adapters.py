@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dataproto.errors import CheckpointError, InvalidConfig
+from dataproto.errors import CheckpointError, InvalidConfig, raised_as
 from dataproto.grouping import grouped_by
 from dataproto.vlm import VLMFamily
 from rollout.engine import Request
@@ -232,10 +232,8 @@ def _matrix(weights: dict[str, Tensor], name: str, shape: tuple[int, int], file:
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file. Raises `CheckpointError` if it is missing or damaged."""
-    try:
+    with raised_as(CheckpointError, f"{file} cannot be read", OSError, SafetensorError):
         return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 SCORED_PLACES = 256

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, raised_as
 from dataproto.vlm import VLMFamily, family_of
 
 IMAGE_BACKEND = "pil"
@@ -208,11 +208,9 @@ def _processor_template(path: str | os.PathLike[str]) -> Any:
 
     for name in ("processor_config.json", "chat_template.json"):
         file = cached_file(os.fspath(path), name, _raise_exceptions_for_missing_entries=False)
-        try:
+        with raised_as(InvalidConfig, f"{file} cannot be read", ValueError, AttributeError):
             settings = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
             template = settings.get("chat_template")
-        except (ValueError, AttributeError) as error:
-            raise InvalidConfig(f"{file} cannot be read: {error}") from error
         if template is not None:
             return template
     return None

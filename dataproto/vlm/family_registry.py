@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from dataproto.errors import InvalidConfig, UnknownModel
+from dataproto.errors import InvalidConfig, UnknownModel, raised_as
 from dataproto.grouping import grouped_by
 from dataproto.vlm.family import VLMFamily
 
@@ -127,10 +127,8 @@ def register_family(family: FamilyClass, *, replace: bool = False) -> FamilyClas
     model_type = getattr(family, "model_type", None)
     if not isinstance(model_type, str) or not model_type:
         raise InvalidConfig(f"{family.__qualname__} needs a class attribute `model_type`: the config's model_type")
-    try:
+    with raised_as(InvalidConfig, f"{family.__qualname__} cannot be registered", TypeError):
         value = family()
-    except TypeError as error:
-        raise InvalidConfig(f"{family.__qualname__} cannot be registered: {error}") from error
     other = _registered.get(model_type)
     taken = type(other).__qualname__ if other else _SHIPPED.get(model_type)
     if taken is not None and other != value and not replace:
@@ -174,12 +172,9 @@ def _load(points: list[EntryPoint]) -> Any:
         raise InvalidConfig(
             f"installed packages name several families for model type {point.name!r}: {' and '.join(values)}"
         )
-    try:
+    what = f"the family {point.value} of model type {point.name!r} cannot be imported"
+    with raised_as(InvalidConfig, what, ImportError, AttributeError):
         family = point.load()
-    except (ImportError, AttributeError) as error:
-        raise InvalidConfig(
-            f"the family {point.value} of model type {point.name!r} cannot be imported: {error}"
-        ) from error
     if getattr(family, "model_type", None) != point.name:
         raise InvalidConfig(
             f"entry point {point.name!r} names {point.value}, whose model_type is {getattr(family, 'model_type', None)!r}"

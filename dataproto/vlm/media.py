@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dataproto.columns import RowMedia, media_parts
-from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch
+from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch, raised_as
 from dataproto.transfer import move
 from dataproto.vlm.positions import TOKEN_TYPES
 
@@ -337,7 +337,7 @@ def distinct_media(rows: Sequence[RowMedia], layout: MediaLayout, config: Any) -
         places: dict[tuple[int, ...], list[int]] = {}
         table = []
         for number, row in numbered:
-            try:
+            with raised_as(MediaMismatch, f"row {number}", MediaMismatch):
                 if not layout.holds(kind, row):
                     table.append([0, 0])
                     continue
@@ -346,8 +346,6 @@ def distinct_media(rows: Sequence[RowMedia], layout: MediaLayout, config: Any) -
                     count = int(layout.feature_counts(kind, row, config).sum())
                     distinct[key], places[key] = row, [start, count]
                     start += count
-            except MediaMismatch as error:
-                raise MediaMismatch(f"row {number}: {error}") from error
             table.append(places[key])
         if distinct:
             inputs |= {name: torch.cat([row[name] for row in distinct.values()]) for name in names}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, end_after
+from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, end_after, raised_as
 from dataproto_server.backend import (
     Failure,
     Later,
@@ -242,10 +242,8 @@ class InProcessEngine:
                 if not idle:
                     return None
                 self.forget(idle[0])
-            try:
+            with raised_as(CheckpointError, f"snapshot {directory} cannot be read", DataProtoError, OSError):
                 self._checkpoints[directory] = BaseModel(str(directory), self.options, self.device)
-            except (DataProtoError, OSError) as error:
-                raise CheckpointError(f"snapshot {directory} cannot be read: {error}") from error
         self._checkpoints.move_to_end(directory)
         return self._checkpoints[directory]
 

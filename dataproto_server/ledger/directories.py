@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from dataproto.errors import CheckpointError, wait_for_disk
+from dataproto.errors import CheckpointError, raised_as, wait_for_disk
 from dataproto_server.refusals import InvalidRequest
 
 log = logging.getLogger("dataproto.serve")
@@ -69,20 +69,16 @@ def _publish(temporary: Path, target: Path) -> None:
 def check_directory(directory: Path) -> None:
     """Compares a directory with its manifest. Raises `CheckpointError` if a file is missing or has changed."""
     files = files_of(directory)
-    try:
+    with raised_as(CheckpointError, "the checkpoint is damaged", OSError, ValueError):
         wrong = [name for name, digest in files.items() if _digest(directory / checked_name(name)) != digest]
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint is damaged: {error}") from error
     if wrong:
         raise CheckpointError(f"the checkpoint is damaged: {', '.join(wrong)} has changed")
 
 
 def files_of(directory: Path) -> dict[str, str]:
     """The SHA-256 of the files of a directory, by their names. Raises `CheckpointError` if its manifest cannot be read."""
-    try:
+    with raised_as(CheckpointError, "the checkpoint is damaged", OSError, ValueError):
         files: dict[str, str] = json.loads((directory / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint is damaged: {error}") from error
     return files
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from dataproto.errors import CheckpointError
+from dataproto.errors import CheckpointError, raised_as
 from dataproto_server.codec import read_sample
 from dataproto_server.front.futures import failed
 from dataproto_server.json_requests import Body, Int, Metadata, SampleBody, read
@@ -162,10 +162,8 @@ async def create_sampling_session(call: Call) -> Answer:
     )
     with nullcontext() if directory is None else call.service.samples.hold(directory):
         if directory is not None:
-            try:
+            with raised_as(InvalidRequest, str(asked.model_path), CheckpointError):
                 await asyncio.to_thread(check_directory, catalogue.place(directory))
-            except CheckpointError as error:
-                raise InvalidRequest(f"{asked.model_path}: {error}") from error
         await catalogue.write(sampler)
         catalogue.samplers[sampler_id] = sampler
     if session.state != "live":  # it has ended meanwhile, with the samplers that it had

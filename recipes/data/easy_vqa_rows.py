@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dataproto.errors import FileFormatError, InvalidConfig
+from dataproto.errors import FileFormatError, InvalidConfig, raised_as
 from dataproto.extras import require_extra
 from recipes.data.problem_rows import read_row
 from recipes.data.tables import ConvertedRows
@@ -167,10 +167,8 @@ def open_easy_vqa(folder: str | Path | None = None) -> EasyVQA:
             f"easy-VQA: there is no folder {folder}: leave out --data-path to read the installed package"
         )
     root = _installed() if folder is None else Path(folder)
-    try:
+    with raised_as(FileFormatError, f"{root} has not the layout of easy-vqa", OSError, ValueError, TypeError):
         return EasyVQA(_read_split(root, "train"), _read_split(root, "test"))
-    except (OSError, ValueError, TypeError) as error:
-        raise FileFormatError(f"{root} has not the layout of easy-vqa: {error}") from error
 
 
 def _installed() -> Path:

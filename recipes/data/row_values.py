@@ -21,7 +21,7 @@ import jinja2
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dataproto.errors import InvalidConfig, InvalidRow
+from dataproto.errors import InvalidConfig, InvalidRow, raised_as
 from recipes.data.column_keys import KNOWN, QUESTIONS, STREAM_HEAD, ColumnKeys, columns_of
 from recipes.data.tables import JsonStream
 from rollout.prompts.messages import MEDIA, VIDEO_SOUND, with_media
@@ -241,14 +241,10 @@ def read_instruction(instruction: str) -> str:
     """
     named = instruction.strip()
     if len(named.split()) == 1 and len(named) < 256 and (Path(named).is_file() or named.endswith(_TEMPLATE_FILES)):
-        try:
+        with raised_as(InvalidConfig, f"--instruction {named} cannot be read", OSError, UnicodeDecodeError):
             instruction = Path(named).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidConfig(f"--instruction {named} cannot be read: {error}") from error
-    try:
+    with raised_as(InvalidConfig, "--instruction: the template cannot be rendered", jinja2.TemplateError):
         instructed("", instruction)
-    except jinja2.TemplateError as error:
-        raise InvalidConfig(f"--instruction: the template cannot be rendered: {error}") from error
     return instruction
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, InvalidRow
+from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, InvalidRow, raised_as
 from recipes.data.column_keys import KNOWN, ColumnKeys
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
@@ -183,7 +183,7 @@ def _objects_of_array(content: bytes, name: str) -> Iterator[Span]:
     text = content.decode("latin-1")  # so that places are those of bytes: all signs of JSON are ASCII
     decoder, number = json.JSONDecoder(), 0
     at = _after_space(text, text.index("[") + 1)
-    try:
+    with raised_as(FileFormatError, f"{name} cannot be read as json", ValueError, RecursionError):
         while not text.startswith("]", at):
             _, end = decoder.raw_decode(text, at)
             number += 1
@@ -195,8 +195,6 @@ def _objects_of_array(content: bytes, name: str) -> Iterator[Span]:
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
         if _after_space(text, at + 1) < len(text):
             raise json.JSONDecodeError("Extra data", text, at + 1)
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"{name} cannot be read as json: {error}") from error
 
 
 def _after_space(text: str, at: int) -> int:

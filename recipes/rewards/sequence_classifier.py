@@ -11,7 +11,7 @@ import torch
 
 from dataproto import DataProto
 from dataproto.columns import PAIR
-from dataproto.errors import DataProtoError, RewardError
+from dataproto.errors import DataProtoError, RewardError, raised_as
 from rollout.answers import AnsweredPrompt, AnswersBuilder
 from rollout.prompts.messages import MARKERS
 from workers.roles.critic import HEAD_FILE, CriticConfig, ValueWorker, load_head
@@ -154,12 +154,10 @@ class RankedAnswers:
     def __init__(self, checkpoint: str, device: str | None = None) -> None:
         """Loads a checkpoint of ``dataproto reward-model``. Raises `RewardError`."""
         self.checkpoint = checkpoint
-        try:
+        with raised_as(RewardError, f"{checkpoint} is not a reward model", DataProtoError):
             self.builder = AnswersBuilder.from_pretrained(checkpoint, LONGEST).grouped("scored")
             self.worker = ValueWorker(CriticConfig(checkpoint), None if device is None else torch.device(device))
             load_head(self.worker, Path(checkpoint))
-        except DataProtoError as error:
-            raise RewardError(f"{checkpoint} is not a reward model: {error}") from error
 
     def __call__(self, rows: Sequence[RewardRow]) -> list[float]:
         """Raises `RewardError` for a row without a prompt, or one that the model cannot read; names it."""
@@ -175,12 +173,10 @@ class RankedAnswers:
         asked: Any = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
         said = row.solution_str or " "
         answer = {"role": "assistant", "content": [{"type": "text", "text": said}] if MARKERS.search(said) else said}
-        try:
+        with raised_as(RewardError, f"row {number}: {self.checkpoint} cannot score it", DataProtoError):
             if not asked:
                 raise RewardError("it has no prompt")
             return self.builder.prepare({"prompt": asked, "answers": [[answer]]})
-        except DataProtoError as error:
-            raise RewardError(f"row {number}: {self.checkpoint} cannot score it: {error}") from error
 
 
 def text_turns(prompt: Any) -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import Any, Protocol, TypeVar
 
-from dataproto.errors import CheckpointError, InvalidConfig, ending, writing
+from dataproto.errors import CheckpointError, InvalidConfig, ending, raised_as, writing
 from recipes.algorithms.function_files import in_users_function, load_named_function
 from recipes.configs.shared.run_config import RunConfig
 from recipes.data.loader import PromptLoader
@@ -63,12 +63,9 @@ def with_function(optimizer: OptimizerConfig) -> OptimizerConfig:
 @cache
 def _own_schedule(name: str) -> Schedule:
     found = load_named_function(name, "schedule", InvalidConfig)
-    try:
+    what = f"optimizer.schedule={name}: must take (step, total_steps) and return a share of the rate, a number; (0, 1)"
+    with raised_as(InvalidConfig, what, TypeError, ValueError):
         float(found(0, 1))
-    except (TypeError, ValueError) as error:
-        raise InvalidConfig(
-            f"optimizer.schedule={name}: must take (step, total_steps) and return a share of the rate, a number; (0, 1): {error}"
-        ) from error
     return found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from dataproto.columns import COLUMNS
-from dataproto.errors import FileFormatError, replace_file
+from dataproto.errors import FileFormatError, raised_as, replace_file
 from rollout.prompts.messages import MARKERS
 
 if TYPE_CHECKING:
@@ -260,10 +260,8 @@ def read_lines(path: Path, needed: str, may_be_cut: bool = False) -> list[Row]:
         FileFormatError: a line is something else; the message names it.
     """
     rows, content = [], path.read_bytes()
-    try:
+    with raised_as(FileFormatError, str(path), OSError, EOFError):
         content = gzip.decompress(content) if path.suffix == ".gz" else content
-    except (OSError, EOFError) as error:
-        raise FileFormatError(f"{path}: {error}") from error
     for number, line in enumerate(content.splitlines(keepends=True), 1):
         if not line.strip():
             continue

@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, raised_as
 from rollout.prompts.sounds import wav_file
 
 MOST_PROCESSES = 32
@@ -104,10 +104,8 @@ class CommandAgent:
         """
         if at_once < 1:
             raise InvalidConfig(f"processes={at_once} must be at least 1")
-        try:
+        with raised_as(InvalidConfig, f"the command of the agent, {command!r}, cannot be read", ValueError):
             self.command, self.memory_gib, self.at_once = shlex.split(command), memory_gib, at_once
-        except ValueError as error:
-            raise InvalidConfig(f"the command of the agent, {command!r}, cannot be read: {error}") from error
         if not self.command or shutil.which(self.command[0]) is None:
             raise InvalidConfig(f"the command of the agent, {command!r}, cannot run: there is no such program")
 

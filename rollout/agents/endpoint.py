@@ -15,7 +15,7 @@ from hashlib import blake2b
 from queue import SimpleQueue
 from typing import Any
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, raised_as
 from dataproto.extras import require_extra
 from rollout.agents.messages import Ask, Refused, Reply
 from rollout.agents.wire_replies import WIRES, Body, Wire, anthropic_error, openai_error
@@ -160,16 +160,12 @@ class Endpoint:
     ) -> tuple[Ask, "Future[list[Reply]]"]:
         """The request, and the future of its replies. A repeated body that says so gets those of the first one."""
         door = self._door(headers)
-        try:
+        with raised_as(Refused, "the body is not JSON", ValueError, RecursionError):
             body: Body = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise Refused(f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise Refused("the body is not an object")
-        try:
+        with raised_as(Refused, "a field of the body is of another type than it should be", TypeError, UnicodeError):
             ask = wire.read(body)
-        except (TypeError, UnicodeError) as error:
-            raise Refused(f"a field of the body is of another type than it should be: {error}") from error
         digest = blake2b(path.encode() + content, digest_size=16).digest()
         count = headers.get("x-stainless-retry-count", "0")
         earlier = door.asked.get(digest) if count.isdigit() and int(count) > 0 else None

@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, raised_as
 from dataproto.extras import unimportable_modules
 from rollout.environments.environment import (
     EnvironmentFailed,
@@ -65,12 +65,9 @@ def in_process(make_environment: MakeEnvironment, memory_gib: float) -> MakeEnvi
     """
     if sys.platform != "linux":
         raise InvalidConfig(f"memory_gib={memory_gib}: the memory of environments can be bounded on Linux only")
-    try:
+    what = f"memory_gib={memory_gib} needs an environment that can be sent to another process"
+    with raised_as(InvalidConfig, what, Exception):
         pickled = pickled_for_process(make_environment)
-    except Exception as error:
-        raise InvalidConfig(
-            f"memory_gib={memory_gib} needs an environment that can be sent to another process: {error}"
-        ) from error
     preload(__name__, pickled)
     return lambda: ProcessEnvironment(pickled, round(memory_gib * GIB))
 

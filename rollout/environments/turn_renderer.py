@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 from torch import Tensor
 
 from dataproto.columns import RowMedia
-from dataproto.errors import InvalidConfig, InvalidPrompt
+from dataproto.errors import InvalidConfig, InvalidPrompt, raised_as
 from dataproto.vlm import media_grids
 from rollout.continuation import common_length, joined_media
 from rollout.environments.environment import Content, Observation
@@ -65,10 +65,8 @@ class TurnRenderer:
         self._images: dict[tuple[Any, ...], ProcessedImage] = {}
         self._media: dict[tuple[bytes, ...], Mapping[str, Tensor]] = {}
         self._joins: dict[str, bool] = {}  # by role: whether its texts are joined to a string
-        try:
+        with raised_as(InvalidConfig, "this chat template cannot show observations", InvalidPrompt):
             self.departures = tuple(self._departures())
-        except InvalidPrompt as error:
-            raise InvalidConfig(f"this chat template cannot show observations: {error}") from error
 
     # Prompts
 

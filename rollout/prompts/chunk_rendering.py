@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dataproto.chunks import Chunk, EncodedTextChunk, ImageChunk
-from dataproto.errors import DataProtoError, InvalidChunk, InvalidPrompt
+from dataproto.errors import DataProtoError, InvalidChunk, InvalidPrompt, raised_as
 from dataproto.vlm import media_grids
 from rollout.image_features import RecentlyUsed
 from rollout.prompts.image_processing import ProcessedImage
@@ -79,7 +79,8 @@ class ChunkRenderer:
         images: list[ProcessedImage] = []
         parts: list[Part] = []
         for number, chunk in enumerate(chunks):
-            try:
+            kind = getattr(chunk, "type", type(chunk).__name__)
+            with raised_as(InvalidChunk, f"chunk {number} ({kind})", DataProtoError):
                 if isinstance(chunk, EncodedTextChunk):
                     parts.append(self._text(chunk))
                 elif isinstance(chunk, ImageChunk):
@@ -88,9 +89,6 @@ class ChunkRenderer:
                     images.append(image)
                 else:
                     raise InvalidChunk("only text and images are known")
-            except DataProtoError as error:
-                kind = getattr(chunk, "type", type(chunk).__name__)
-                raise InvalidChunk(f"chunk {number} ({kind}): {error}") from error
         self._check_neighbours(parts)
         if not any(len(part.ids) for part in parts):
             raise InvalidPrompt("its model input is empty")

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dataproto import DataProto, object_array
-from dataproto.errors import DataProtoError, InvalidConfig, InvalidMedia, InvalidPrompt
+from dataproto.errors import DataProtoError, InvalidConfig, InvalidMedia, InvalidPrompt, raised_as
 from dataproto.vlm import family_of
 from rollout.pretrained import end_ids, generation_config, load_prompt_parts
 from rollout.prompts import prepared_rows
@@ -307,16 +307,14 @@ class PromptBuilder:
             messages = joined_texts(messages)
         elif self.family.typed_content:
             messages = [{**message, "content": as_parts(message["content"])} for message in messages]
-        try:
-            with _TEXT:
-                text = self.tokenizer.apply_chat_template(
-                    list(messages),
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                    **self.template_arguments | ({"tools": list(tools)} if tools else {}),
-                )
-        except Exception as error:  # errors of jinja, and those that templates raise
-            raise InvalidPrompt(f"the chat template refuses the messages: {error}") from error
+        # Exception: errors of jinja, and those that templates raise
+        with raised_as(InvalidPrompt, "the chat template refuses the messages", Exception), _TEXT:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.template_arguments | ({"tools": list(tools)} if tools else {}),
+            )
         if half := _HALF.search(text):
             raise InvalidPrompt(
                 f"the text has half of a character, {half[0]!a}, at place {half.start()}: it is not Unicode"
@@ -439,10 +437,8 @@ class PromptBuilder:
         key = image_key(image, self.image_processor, options)
 
         def make() -> dict[str, Tensor]:
-            try:
+            with raised_as(InvalidMedia, f"the image processor refuses an image of {image.size} pixels", ValueError):
                 return layout.image_inputs(self.image_processor(images=[image], return_tensors="pt", **options))
-            except ValueError as error:
-                raise InvalidMedia(f"the image processor refuses an image of {image.size} pixels: {error}") from error
 
         return ProcessedImage(key, image, self._processed.inputs(inputs_key(key, layout), make))
 

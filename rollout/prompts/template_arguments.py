@@ -9,7 +9,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, raised_as
 
 OWN = frozenset({"messages", "add_generation_prompt"})
 """What each prompt sets itself."""
@@ -53,12 +53,9 @@ def check_template_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> No
     Raises:
         InvalidConfig: it does not read one of the names, or there is no template that can be read.
     """
-    try:
+    what = "template_arguments: the checkpoint has no chat template to give them to"
+    with raised_as(InvalidConfig, what, ValueError, jinja2.TemplateError):
         known = template_variables(tokenizer.get_chat_template(tools=arguments.get("tools"))) - OWN
-    except (ValueError, jinja2.TemplateError) as error:
-        raise InvalidConfig(
-            f"template_arguments: the checkpoint has no chat template to give them to: {error}"
-        ) from error
     for name in arguments:
         if name not in known:
             takes = f"it reads {', '.join(sorted(known))}" if known else "it reads nothing but the messages"

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from dataproto import DataProto
-from dataproto.errors import CheckpointError, InvalidConfig, writing
+from dataproto.errors import CheckpointError, InvalidConfig, raised_as, writing
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
@@ -148,9 +148,8 @@ def load_head(worker: ValueWorker, checkpoint: Path) -> None:
     Raises:
         CheckpointError: the file is missing or damaged, or of another model.
     """
-    try:
+    what = f"{checkpoint / HEAD_FILE} is not the head of this reward model"
+    with raised_as(CheckpointError, what, OSError, KeyError, RuntimeError, ValueError, SafetensorError):
         weight = load_file(checkpoint / HEAD_FILE)["weight"]
         with torch.no_grad():
             head_of(worker).weight.copy_(weight)
-    except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{checkpoint / HEAD_FILE} is not the head of this reward model: {error}") from error

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dataproto import DataProto
 from dataproto.columns import COLUMNS, PROMPT_ROUTED_EXPERTS, ROUTED_EXPERTS, require
-from dataproto.errors import InvalidColumn, InvalidConfig, MediaMismatch, NonFiniteLogits
+from dataproto.errors import InvalidColumn, InvalidConfig, MediaMismatch, NonFiniteLogits, raised_as
 from dataproto.ragged import RaggedTensor
 from dataproto.vlm.positions import TOKEN_TYPES
 from workers.model.packed_model import PackedVLM
@@ -140,10 +140,8 @@ def check_media(data: DataProto, module: PackedVLM) -> None:
                 )
             key = tuple(map(id, part.values()))
             if key not in features:
-                try:
+                with raised_as(MediaMismatch, f"row {number}", MediaMismatch):
                     features[key] = part_features(part, module)
-                except MediaMismatch as error:
-                    raise MediaMismatch(f"row {number}: {error}") from error
             expected[number] += torch.tensor(features[key])
     found = torch.stack([(types == kind).sum(1) for kind in TOKEN_TYPES.values()], dim=1)
     for row_number, kind in (found != expected).nonzero().tolist():

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dataproto.errors import InvalidMedia
+from dataproto.errors import InvalidMedia, raised_as
 from dataproto.vlm.costs import attention_weights, dense_layer_weights, frame_pairs, patch_weights, tower_flops
 from dataproto.vlm.family import DECODER_PLAN, EXPERT_PLAN, VLMFamily
 from dataproto.vlm.media import Options, PatchGrids
@@ -21,10 +21,8 @@ class _ImageGrids(PatchGrids):
 
     def count_image_features(self, height: int, width: int, processor: Any, options: Options, config: Any) -> int:
         """Computed by the processor."""
-        try:
+        with raised_as(InvalidMedia, f"image of height {height} and width {width}", ValueError):
             patches = processor.get_number_of_image_patches(height, width, dict(options))
-        except ValueError as error:
-            raise InvalidMedia(f"image of height {height} and width {width}: {error}") from error
         return int(patches) // self.merge_size(config) ** 2
 
 
