@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from dataproto.errors import FileFormatError
+from dataproto.errors import FileFormatError, undoing
 from dataproto.serialization import images
 from dataproto.serialization.buffers import memory_of
 from dataproto.serialization.leaves import RAGGED, array_bytes, array_of, dtype_name, leaf_key, tensor_bytes
@@ -134,13 +134,9 @@ def write_sections(path: Path, sections: Mapping[str, Tensor]) -> None:
     checksums = {name: zlib.crc32(tensor_bytes(each).numpy().data) for name, each in sections.items()}
     metadata = {"format": FORMAT, "version": VERSION, "checksums": json.dumps([_described(sections), checksums])}
     temporary = f"{os.fspath(path)}.{uuid.uuid4().hex}.tmp"
-    with open(temporary, "xb"):
-        try:
-            save_file(dict(sections), temporary, metadata)
-            os.replace(temporary, path)
-        except BaseException:
-            os.remove(temporary)
-            raise
+    with open(temporary, "xb"), undoing(lambda: os.remove(temporary)):
+        save_file(dict(sections), temporary, metadata)
+        os.replace(temporary, path)
 
 
 def _described(sections: Mapping[str, Tensor]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from dataproto.errors import CheckpointError, raised_as, wait_for_disk
+from dataproto.errors import CheckpointError, raised_as, undoing, wait_for_disk
 from dataproto_server.refusals import InvalidRequest
 
 log = logging.getLogger("dataproto.serve")
@@ -43,12 +43,9 @@ async def new_directory(target: Path) -> AsyncIterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(target)
     temporary.mkdir()
-    try:
+    with undoing(lambda: shutil.rmtree(temporary, ignore_errors=True)):
         yield temporary
         await asyncio.to_thread(_publish, temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _temporary(target: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dataproto.errors import DataProtoError, UserFunctionFailed, describe
+from dataproto.errors import DataProtoError, UserFunctionFailed, describe, undoing
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,8 @@ class NamedFunction:
         """Runs the file, and returns what has the name, if something has. Raises what the file raises."""
         module = sys.modules[self.module] = ModuleType(self.module)
         module.__file__ = self.path
-        try:
+        with undoing(lambda: sys.modules.pop(self.module)):
             exec(compile(self.code, self.path, "exec"), module.__dict__)
-        except BaseException:
-            del sys.modules[self.module]
-            raise
         return getattr(module, self.name, None)
 
     def __reduce__(self) -> Any:

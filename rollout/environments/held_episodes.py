@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dataproto import DataProto
-from dataproto.errors import end_after, ending
+from dataproto.errors import ending, undoing
 from rollout.continuation import BegunTurn, WholeGroups
 from rollout.engine import RequestEngine, SamplingParams
 from rollout.environments.episode import EpisodeLimits, EpisodeStart
@@ -114,7 +114,7 @@ class HeldEpisodes:
             self._run = plan.run()
             self._shut = weakref.finalize(self, self._run.close)
         run = self._run
-        try:
+        with undoing(self.release):
             turns = {
                 start.trajectory: [BegunTurn.of(turn) for turn in each]
                 for start, each in zip(starts, begun, strict=True)
@@ -125,9 +125,6 @@ class HeldEpisodes:
             held = {episode.start.trajectory: episode for episode in run.held}
             episodes = [held.get(start.trajectory) or run.begin(start, turns[start.trajectory]) for start in starts]
             played = run.advance(episodes, decoding)
-        except BaseException as error:
-            end_after(error, self.release)
-            raise
         for episode in episodes:
             if episode.ended:
                 run.drop(episode)

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_map_only
 
-from dataproto.errors import WAY_OUT, CheckpointError, ending, raise_first, replace_file, wait_for_disk
+from dataproto.errors import WAY_OUT, CheckpointError, ending, raise_first, replace_file, undoing, wait_for_disk
 from dataproto.planning import split_by_size
 from workers.model.lora import base_name
 from workers.model.packed_model import PackedVLM
@@ -252,13 +252,10 @@ def writing_checkpoint(root: Path, step: int) -> Iterator[Path]:
     draft = root / f".{target.name}.partial"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    try:
+    with undoing(lambda: shutil.rmtree(draft, ignore_errors=True)):
         yield draft
         for path in [*draft.rglob("*"), draft]:  # so that the rename below cannot overtake what is in it
             wait_for_disk(path)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     shutil.rmtree(target, ignore_errors=True)
     draft.rename(target)
     wait_for_disk(root)
