@@ -111,10 +111,8 @@ def load(path: Path, make: Callable[[Any, Any, Any], Made], allow_pickle: bool =
         if not isinstance(meta_info, dict):
             raise FileFormatError("meta_info is not a dict")
         return make(batch, arrays, meta_info)
-    except FileFormatError as error:
-        raise FileFormatError(f"{path} cannot be read: {error}") from error
-    except OSError as error:
-        if error.filename is not None:
+    except (FileFormatError, OSError) as error:
+        if getattr(error, "filename", None) is not None:
             raise
         raise FileFormatError(f"{path} cannot be read: {error}") from error
     except Exception as error:  # A damaged or hostile file may cause anything.
