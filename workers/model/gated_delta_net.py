@@ -298,15 +298,11 @@ def _(gradient: Tensor, *inputs: Tensor) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:5]]
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return (*_rule_backward(gradient, *ctx.saved_tensors), None, None, None)
 
 
-_rule.register_autograd(_gradients, setup_context=_keep_inputs)
+_rule.register_autograd(_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 @contextmanager
