@@ -145,7 +145,7 @@ def _generation(setting: Setting) -> Iterator[Phase]:
     if setting.engine is None:
         return
     roles = () if setting.layout.rollout else tuple(resting(setting).values())
-    share = setting.batch.share(setting.prompts, max(setting.engine_devices // setting.engine_parallel, 1))
+    share = setting.batch.share(setting.prompts, max(setting.layout.engine_processes // setting.engine_parallel, 1))
     default = slots_for(len(share.responses)) if setting.engine == "vllm" else 256
     rows = min(int(setting.engine_options.get("max_num_seqs", default)), len(share.responses))
     memory = awake(setting, share, rows)

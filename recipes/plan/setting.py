@@ -155,11 +155,6 @@ class Setting:
         return -(-self.prompts // self.updated_prompts)
 
     @property
-    def engine_devices(self) -> int:
-        """Devices that have a part of an engine."""
-        return self.layout.rollout or self.layout.world_size
-
-    @property
     def engine_parallel(self) -> int:
         """Devices of an engine."""
         return int(self.engine_options.get("tensor_parallel", 1))

@@ -54,6 +54,11 @@ class Layout:
         return self.pp * self.dp * self.sp * self.tp
 
     @property
+    def engine_processes(self) -> int:
+        """The number of processes that have an engine, or a part of one."""
+        return self.rollout or self.world_size
+
+    @property
     def shards(self) -> int:
         """The number of ranks that FSDP shards one copy of the weights over."""
         return self.dp * self.sp // self.replicas

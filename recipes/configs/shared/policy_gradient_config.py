@@ -101,7 +101,7 @@ class PolicyGradientConfig(RecipeConfig):
         check_kept("keep_rollouts", self.keep_rollouts)
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards):
             raise InvalidConfig(f"{len(self.reward_weights)} reward_weights for {len(self.rewards)} rewards")
-        engine_ranks(self.engine_options, self._ranks_with_engines)  # raises for a size that does not divide them
+        engine_ranks(self.engine_options, self.layout.engine_processes)  # raises for a size that does not divide them
         self.sampling()  # raises for invalid sampling options
         quantization = self.engine_options.get("quantization")
         if quantization is not None and self.algorithm.correction == "none":
@@ -158,7 +158,7 @@ class PolicyGradientConfig(RecipeConfig):
 
     def engine_slots(self) -> int:
         """Samples that an engine of vLLM decodes at a time by default: all of its share of a step, with those that go on."""
-        ranks = self._ranks_with_engines
+        ranks = self.layout.engine_processes
         groups = math.ceil(self.data.batch_size * self.rollout.at_a_time)
         return slots_for(groups * self.algorithm.n, ranks // engine_ranks(self.engine_options, ranks))
 
@@ -166,10 +166,6 @@ class PolicyGradientConfig(RecipeConfig):
     def rewards(self) -> tuple[str, ...]:
         """The names of the reward functions."""
         return (self.reward,) if isinstance(self.reward, str) else self.reward or ("geo3k",)
-
-    @property
-    def _ranks_with_engines(self) -> int:
-        return self.layout.rollout or self.layout.world_size
 
     @property
     def updates(self) -> dict[str, int]:
