@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from dataproto.errors import FileFormatError
+from dataproto.errors import FileFormatError, raised_as
 from dataproto.extras import installed_version
 from recipes.options.config_file import CONFIG_FILE
 from recipes.watch.charts import COLOURS, Series, line_chart
@@ -178,10 +178,8 @@ def _finite(rows: Rows, name: str) -> list[tuple[float, float]]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
+    with raised_as(FileFormatError, f"{path}: not JSON", ValueError):
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise FileFormatError(f"{path}: not JSON ({error})") from error
     return found if isinstance(found, dict) else {"value": found}
 
 

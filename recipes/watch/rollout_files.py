@@ -182,14 +182,13 @@ def load_rollouts(directory: str | Path, step: int) -> list[RolloutSample]:
     path = answers_file(directory, step)
     samples = []
     for number, fields in enumerate(read_lines(path, "key"), 1):
-        try:
+        what = f"{path}, line {number}: not a rollout"
+        with raised_as(FileFormatError, what, ValueError, TypeError, KeyError, AttributeError):
             images = _load_images(path.parent / "images", fields["images"])
             files = [path.parent / "images" / Path(name).name for name in fields.get("sounds", ())]
             sounds = tuple(file.read_bytes() for file in files if file.is_file())
             media = {"images": images, "sounds": sounds, "actions": tuple(map(str, fields.get("actions", ())))}
             samples.append(RolloutSample(**fields | media))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise FileFormatError(f"{path}, line {number}: not a rollout ({error})") from error
     return samples
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, raised_as
 from rollout.agents.agent import AgentTask
 
 
@@ -27,12 +27,8 @@ class VerifiersAgent:
         Raises:
             InvalidConfig: verifiers is not installed.
         """
-        try:
+        with raised_as(InvalidConfig, "environments of verifiers need pip install 'verifiers>=0.4,<0.5'", ImportError):
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-        except ImportError as error:
-            raise InvalidConfig(
-                f"environments of verifiers need pip install 'verifiers>=0.4,<0.5' ({error})"
-            ) from error
         self._load = partial(load_environment, resolve_env_config(environment))
         self._load()  # errors come now
         self._tasks: list[Any] = []

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, raised_as
 from dataproto.vlm import VLMFamily
 from workers.model.model_config import ModelConfig
 from workers.model.patches import hollow_parameter, replace_forward, replace_submodule, set_on_module
@@ -35,10 +35,8 @@ def add_adapters(model: PreTrainedModel, family: VLMFamily, config: ModelConfig)
     Raises:
         InvalidConfig: ``peft`` is not installed.
     """
-    try:
+    with raised_as(InvalidConfig, "lora_rank needs the package peft: pip install 'dataproto-vlm[lora]'", ImportError):
         import peft
-    except ImportError as error:
-        raise InvalidConfig("lora_rank needs the package peft: pip install 'dataproto-vlm[lora]'") from error
     settings = peft.LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # any number scales
