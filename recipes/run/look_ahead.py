@@ -54,12 +54,8 @@ class LookAhead:
         self.loader, self.background = loader, background
         self._shown: deque[tuple[DataProto, dict[str, Any], dict[int, str]]] = deque()  # with the position after each
         self._preparing: BackgroundBatch | None = None
-        self._position, self._skipped = self._now()
-
-    @property
-    def skipped(self) -> dict[int, str]:
-        """Rows that could not be used, up to the batch that was returned last: index to reason."""
-        return self._skipped
+        self._position, self.skipped = self._now()
+        """``skipped``: rows that could not be used, up to the batch that was returned last, index to reason."""
 
     def peek(self, number: int = 0) -> DataProto:
         """The batch that ``next`` returns after ``number`` others."""
@@ -76,7 +72,7 @@ class LookAhead:
 
     def __next__(self) -> DataProto:
         self.peek()
-        batch, self._position, self._skipped = self._shown.popleft()
+        batch, self._position, self.skipped = self._shown.popleft()
         if self.background and self._preparing is None:
             self._preparing = BackgroundBatch(self.loader)
         return batch
@@ -92,7 +88,7 @@ class LookAhead:
         self.close()
         self.loader.load_state_dict(state)
         self._shown.clear()
-        self._position, self._skipped = self._now()
+        self._position, self.skipped = self._now()
 
     def close(self) -> None:
         """Ends the thread. A batch that it has prepared is lost, so `load_state_dict` comes next, if anything."""
