@@ -67,9 +67,8 @@ def _messages(raw: Mapping[str, Any], index: int, media: Mapping[str, list[Any]]
         way_out = "name yours by --messages-key, or by --prompt-key and --answer-key"
         lacking = f"{known}, among its columns {sorted(raw)}: {way_out}"
         raise InvalidRow(index, why_lacking(raw, _QUESTIONS if prompt is None else _ANSWERS, lacking))
-    asked = (
-        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else row_values.chat_messages(prompt, index)
-    )
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    asked = row_values.chat_messages(turns, index)
     context = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in asked]
     return context + answer_messages(answer, index)
 
