@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from statistics import mode
 from typing import Any
 
 import torch
@@ -270,11 +271,8 @@ def majority_value(answers: Sequence[str | None], values: Sequence[float]) -> fl
     >>> majority_value(["7", None, "8", "8"], [1.0, 0.0, 0.0, 0.0])
     0.0
     """
-    votes = Counter(answer for answer in answers if answer is not None)
-    if not votes:
-        return 0.0
-    winner = votes.most_common(1)[0][0]
-    return values[answers.index(winner)]
+    given = [answer for answer in answers if answer is not None]
+    return values[answers.index(mode(given))] if given else 0.0
 
 
 def _equal_groups(scores: Sequence[float], uid: Sequence[Any]) -> dict[str, float]:
