@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Any
 
-from dataproto.errors import InvalidConfig, RewardError
+from dataproto.errors import InvalidConfig, RewardError, undoing
 
 MAX_ANSWER_LENGTH = 1000
 """Characters; a longer answer counts as wrong unless it is the same string as the ground truth."""
@@ -140,12 +140,9 @@ class AnswerChecker:
         _stop_all(self._children)
 
     def _ask(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        with ThreadPoolExecutor(min(len(self._children), len(pairs))) as pool:
-            try:
-                return list(pool.map(self._grade, pairs))
-            except BaseException:  # also Ctrl-C: no thread waits for a verdict
-                self.close()
-                raise
+        threads = min(len(self._children), len(pairs))
+        with ThreadPoolExecutor(threads) as pool, undoing(self.close):  # also Ctrl-C: no thread waits for a verdict
+            return list(pool.map(self._grade, pairs))
 
     def _grade(self, pair: tuple[str, str]) -> bool:
         child = self._idle.get()
