@@ -92,9 +92,7 @@ class Endpoint:
     def __enter__(self) -> "Endpoint":
         import uvicorn
 
-        self._socket = socket.socket()
-        self._socket.bind((HOST, 0))
-        self._socket.listen(2048)
+        self._socket = socket.create_server((HOST, 0), backlog=2048)
         settings: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_graceful_shutdown": 1, "ws": "none"}
         settings["timeout_keep_alive"] = KEEP_ALIVE_SECONDS
         self.app = self._app()
