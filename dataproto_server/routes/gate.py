@@ -5,18 +5,17 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dataproto_server.front.service import Service
-from dataproto_server.json_requests import Body, parse_json, read
+from dataproto_server.json_requests import Kind, parse_json, read
 from dataproto_server.refusals import InvalidRequest, Refused, server_failure
 
 log = logging.getLogger("dataproto.serve.requests")
-Kind = TypeVar("Kind", bound=Body)
 ERROR_SECONDS = 5.0  # clients repeat a request at once after an error of the server
 LARGE_BODY = 1 << 18  # bytes
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from recipes.demo.problems import Split
+from recipes.demo.problems import SIDE, Split
 
-SIDE = 56  # pixels
 SUPERSAMPLING = 4
 COLOURS = {
     "red": (214, 40, 40),
