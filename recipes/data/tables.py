@@ -152,10 +152,8 @@ class JsonRows(Sequence[dict[str, Any]]):
         with self.path.open("rb") as file:
             file.seek(int(self.starts[place]))
             text = file.read(int(self.ends[place] - self.starts[place]))
-        try:
+        with raised_as(partial(InvalidRow, place), f"{self.where(place)} is not JSON", ValueError, RecursionError):
             row = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRow(place, f"{self.where(place)} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise InvalidRow(place, f"{self.where(place)} is not a JSON object")
         return row

@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dataproto.errors import InvalidPrompt
+from dataproto.errors import InvalidPrompt, raised_as
 from rollout.agents.messages import LEFT_OUT, TEXT_CLIENTS, Ask, Medium, Message, Refused, Reply, shown
 from rollout.continuation import BegunTurn, Tokens, continued_experts
 from rollout.engine import Request, SamplingParams
@@ -132,10 +133,8 @@ class Conversations:
     def _check_media(self, ask: Ask) -> None:
         """Raises `Refused` with the field of a medium of a kind that the model does not take."""
         for part in (part for message in ask.messages for part in message.content if isinstance(part, Medium)):
-            try:
+            with raised_as(partial(Refused, field=part.place), part.place, InvalidPrompt):
                 self.prompts.renderer.builder.check_taken(part.kind)
-            except InvalidPrompt as error:
-                raise Refused(f"{part.place}: {error}", part.place) from error
 
     def open(self, ask: Ask, replies: "Future[list[Reply]]") -> list[AgentTurn]:
         """The turns of a request, one for each sample, each at the end of its row. ``replies`` gets those of all of them.

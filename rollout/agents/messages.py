@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import groupby
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from dataproto.errors import DataProtoError, InvalidMedia, MissingPackage
+from dataproto.errors import DataProtoError, InvalidMedia, MissingPackage, raised_as
 from rollout.environments.tool_environment import CALL, CALLS, hermes_call
 from rollout.prompts.images import load_image
 from rollout.prompts.messages import THOUGHTS, Conversation
@@ -66,13 +66,11 @@ class Medium:
         if not isinstance(uri, str) or not uri.startswith("data:"):
             raise Refused(f"{field}: pictures come as data URIs (data:image/png;base64,...), nothing is fetched", field)
         key = blake2b(f"{kind} {uri}".encode(), digest_size=16).digest()
-        try:
+        with raised_as(partial(Refused, field=field), field, InvalidMedia, MissingPackage):
             if (found := _DECODED.get(key)) is None:
                 content = load_image(uri) if kind == "image" else load_sound(uri)
                 size, data = (content.size, content.tobytes())
                 _DECODED[key] = found = Decoded(blake2b(repr(size).encode() + data, digest_size=16).digest(), content)
-        except (InvalidMedia, MissingPackage) as error:
-            raise Refused(f"{field}: {error}", field) from error
         return cls(kind, found, field)
 
 
