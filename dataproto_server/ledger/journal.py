@@ -54,12 +54,8 @@ def find(request_id: str) -> Callable[[sqlite3.Connection], tuple[str, str, Outc
         row = db.execute("SELECT digest, state, result, media FROM requests WHERE id = ?", [request_id]).fetchone()
         if row is None:
             return None
-        known = row["result"] is not None
-        return (
-            row["digest"],
-            row["state"],
-            Outcome(row["result"], row["media"], row["state"] == "failed") if known else None,
-        )
+        digest, state, result, media = row
+        return digest, state, None if result is None else Outcome(result, media, state == "failed")
 
     return run
 
@@ -104,11 +100,7 @@ def withdraw(request_ids: Sequence[str]) -> Job:
 
 def body_of(request_id: str) -> Callable[[sqlite3.Connection], bytes]:
     """The body of a request that is not covered by a snapshot."""
-
-    def run(db: sqlite3.Connection) -> bytes:
-        return db.execute("SELECT body FROM bodies WHERE request = ?", [request_id]).fetchone()["body"]
-
-    return run
+    return lambda db: db.execute("SELECT body FROM bodies WHERE request = ?", [request_id]).fetchone()["body"]
 
 
 def snapshot_taken(run: str, seq: int, directory: str) -> Job:
