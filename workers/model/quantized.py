@@ -5,27 +5,23 @@ each time that it is used, and again in the backward pass. 64 numbers share a sc
 own.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, raised_as
 
 
-@contextmanager
-def needs_torchao(option: str) -> Iterator[None]:
+def needs_torchao(option: str) -> AbstractContextManager[None]:
     """Imports of torchao in here raise an error that names ``option`` if it is not installed.
 
     Raises:
         InvalidConfig: torchao is not installed.
     """
-    try:
-        yield
-    except ImportError as error:
-        raise InvalidConfig(f"{option} needs the package torchao: pip install 'dataproto-vlm[torchao]'") from error
+    what = f"{option} needs the package torchao: pip install 'dataproto-vlm[torchao]'"
+    return raised_as(InvalidConfig, what, ImportError)
 
 
 BLOCK = 64

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from dataproto.errors import CheckpointError
+from dataproto.errors import CheckpointError, raised_as
 from rollout.pretrained import file_if_there
 
 PLAIN_NUMBERS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -85,12 +85,11 @@ class CheckpointFiles:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Files that this thread reads from stay open until the block ends."""
-        with ExitStack() as stack:
+        what = f"the weights of {self.source} cannot be read"
+        with ExitStack() as stack, raised_as(CheckpointError, what, SafetensorError, OSError):
             self._open.stack, self._open.handles = stack, {}
             try:
                 yield
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"the weights of {self.source} cannot be read: {error}") from error
             finally:
                 del self._open.stack, self._open.handles
 
