@@ -50,7 +50,7 @@ def test_settings_beyond_float32_are_refused_by_name(name, value):
     [
         ({"lr": 1e300}, r"^lr=1e\+300: must be at most"),
         ({"weight_decay": 1e300}, r"^weight_decay=1e\+300: must be at most"),
-        ({"max_grad_norm": math.nan}, "max_grad_norm=nan: must be above 0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm=nan: must be at least 0"),
         ({"betas": (-1.0, 0.9)}, r"^betas=\(-1.0, 0.9\): must be at least 0 and below 1"),
         ({"min_lr_ratio": -1.0}, "^min_lr_ratio=-1.0: must be at least 0"),
     ],

@@ -213,8 +213,8 @@ class AdamParams:
     grad_clip_norm: float = 0.0  # 0: gradients are not clipped
 
     def __post_init__(self) -> None:
-        check_at_least(0, self, "learning_rate", "eps", "grad_clip_norm", "weight_decay")
         _check_float32(self, "learning_rate", "eps", "weight_decay")
+        check_at_least(0, self, "learning_rate", "grad_clip_norm", "weight_decay")
         if self.eps < SMALLEST_EPS:
             raise InvalidConfig(
                 f"eps={self.eps}: must be at least {SMALLEST_EPS:g}, as AdamW divides 0 by eps where a weight has had no "
