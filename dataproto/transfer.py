@@ -1,6 +1,6 @@
 """Moves tensors to a device, and between ranks."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,21 @@ def move(tensor: Tensor, device: torch.device | str) -> Tensor:
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The ``parts`` one after another, as `torch.cat` joins them; on the host of a process that uses CUDA in pinned memory.
+
+    Torch keeps pinned memory for the next call, and `move` copies from it at once. The pages of new memory take several times as
+    long as the copy: 50 MB of pixels 17 ms, where into memory that is there they take 2.
+
+    >>> joined([torch.tensor([[1, 2]]), torch.tensor([[3, 4], [5, 6]])]).tolist()
+    [[1, 2], [3, 4], [5, 6]]
+    """
+    if not torch.cuda.is_initialized() or parts[0].device.type != "cpu":
+        return torch.cat([*parts])
+    size = sum(map(len, parts)), *parts[0].shape[1:]
+    return torch.cat([*parts], out=torch.empty(size, dtype=parts[0].dtype, pin_memory=True))
 
 
 def pixels_on(media: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dataproto.columns import RowMedia, media_parts
 from dataproto.errors import InvalidConfig, InvalidMedia, MediaMismatch, raised_as
-from dataproto.transfer import move
+from dataproto.transfer import joined, move
 from dataproto.vlm.positions import TOKEN_TYPES
 
 Ids = npt.NDArray[np.int64]
@@ -348,7 +348,7 @@ def distinct_media(rows: Sequence[RowMedia], layout: MediaLayout, config: Any) -
                     start += count
             table.append(places[key])
         if distinct:
-            inputs |= {name: torch.cat([row[name] for row in distinct.values()]) for name in names}
+            inputs |= {name: joined([row[name] for row in distinct.values()]) for name in names}
         tables.append(torch.tensor(table, dtype=torch.int64).view(-1, 2))
     images, videos, sounds = tables
     return DistinctMedia(inputs, images, videos, torch.tensor([len(row) for row in parts], dtype=torch.int64), sounds)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataproto.errors import MediaMismatch
+from dataproto.transfer import joined
 from dataproto.vlm import MediaSpans, family_of, media_grids, media_spans
 from dataproto.vlm.family import pooled
 from dataproto.vlm.media import place
@@ -27,11 +28,11 @@ def media(*grids, kind="image", seed=0):
 def test_shared_tensors_are_joined_once_and_copies_are_not():
     one, two = media((2, 4)), media((2, 2), (4, 2), seed=1)
     copy = {name: value.clone() for name, value in one.items()}
-    joined = distinct_media([one, two, {}, one, copy])
-    assert torch.equal(joined.inputs["pixel_values"], torch.cat([m["pixel_values"] for m in (one, two, copy)]))
-    assert joined.inputs["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2], [1, 4, 2], [1, 2, 4]]
-    assert joined.images.tolist() == [[0, 2], [2, 3], [0, 0], [0, 2], [5, 2]]
-    assert joined.videos.tolist() == [[0, 0]] * 5
+    together = distinct_media([one, two, {}, one, copy])
+    assert torch.equal(together.inputs["pixel_values"], torch.cat([m["pixel_values"] for m in (one, two, copy)]))
+    assert together.inputs["image_grid_thw"].tolist() == [[1, 2, 4], [1, 2, 2], [1, 4, 2], [1, 2, 4]]
+    assert together.images.tolist() == [[0, 2], [2, 3], [0, 0], [0, 2], [5, 2]]
+    assert together.videos.tolist() == [[0, 0]] * 5
 
 
 def test_video_features_follow_all_image_features():
@@ -148,3 +149,19 @@ def test_features_are_read_from_tensors_and_output_objects():
     joined = type("Output", (), {"pooler_output": torch.cat(parts)})()
     for form in (torch.cat(parts), output, joined):
         assert pooled(form)[:, 0].tolist() == [0.0, 0.0, 1.0]
+
+
+def test_media_are_joined_in_pinned_memory_where_cuda_is_used(monkeypatch):
+    own, pinned = torch.empty, []
+
+    def empty(*size, pin_memory=False, **options):
+        pinned.append(pin_memory)
+        return own(*size, **options)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "empty", empty)
+    parts = [torch.randn(rows, 3, 2) for rows in (2, 1, 4)]
+    assert torch.equal(joined(parts), torch.cat(parts))
+    assert pinned == [True]
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        joined([torch.zeros(1, 3), torch.zeros(1, 2)])
