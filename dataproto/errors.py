@@ -309,6 +309,10 @@ def not_hiding(error: BaseException | None) -> Iterator[None]:
         raise error from None
 
 
+LONGEST_MESSAGE = 2000
+"""Characters of an exception's message that `describe` keeps, half of them from its end."""
+
+
 def describe(failure: BaseException, file: str | None = None) -> str:
     """An exception in one line: type, message, and the last line of ``file`` that it passed, or else of any file.
     Of a group of exceptions it is the first.
@@ -328,6 +332,8 @@ def describe(failure: BaseException, file: str | None = None) -> str:
     except Exception as error:  # The class is the user's own.
         text = f"(its message cannot be made: {type(error).__name__})"
     message = " ".join(f"{type(failure).__name__}: {text}".split())
+    if len(message) > LONGEST_MESSAGE:  # such as one with a picture in base64; a batch keeps it for each row
+        message = f"{message[: LONGEST_MESSAGE // 2]} ... {message[-LONGEST_MESSAGE // 2 :]}"
     if isinstance(failure, SyntaxError):  # Its message has file and line.
         return message
     frames = traceback.extract_tb(failure.__traceback__)

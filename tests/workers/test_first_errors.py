@@ -15,7 +15,7 @@ from torch import distributed
 
 from dataproto import DataProto
 from dataproto.distributed import GroupRanks
-from dataproto.errors import RankFailure, WorkerFailed, ending, not_hiding, note_later
+from dataproto.errors import RankFailure, WorkerFailed, describe, ending, not_hiding, note_later
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch
 from helpers.checkpoints import write_checkpoint
@@ -473,3 +473,11 @@ def test_an_engine_that_does_not_start_is_told_though_the_device_is_lost(monkeyp
 
     assert notes_of(start) == [NOTE]
     assert torch.get_num_threads() == threads
+
+
+def test_a_long_message_is_told_by_its_beginning_and_end() -> None:
+    told = describe(ValueError("picture " + "x" * 100_000 + " is broken"))
+    assert len(told) == 2005
+    assert told.startswith("ValueError: picture xxx")
+    assert told.endswith("xxx is broken")
+    assert " ... " in told
