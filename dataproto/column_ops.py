@@ -242,7 +242,9 @@ def _new_columns(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str,
     for key in left.keys() & right.keys():
         if not same_value(left[key], right[key]):
             detail = first_difference(left[key], right[key])
-            raise ColumnConflict(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object: {detail}")
+            raise ColumnConflict(
+                f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object: {detail}; pop it from one of them first"
+            )
     return {key: value for key, value in right.items() if key not in left}
 
 
