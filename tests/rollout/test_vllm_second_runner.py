@@ -279,8 +279,9 @@ def test_with_a_head_the_device_knows_how_many_drafts_counted(runner: SimpleName
 
     asked: list[Any] = []
     runner.speculative_config, runner.num_speculative_steps, sampling = object(), 2, SamplingParams(max_tokens=9)
+    head = SimpleNamespace(tp_size=1, quant_method=None, org_vocab_size=VOCABULARY)
     runner.speculator = SimpleNamespace(
-        model=object(),
+        model=SimpleNamespace(lm_head=head),
         max_num_reqs=4,
         num_speculative_steps=2,
         device=torch.device("cpu"),
