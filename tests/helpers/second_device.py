@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -95,18 +96,34 @@ class _Devices(TorchDispatchMode):
         return result
 
 
+class _StoredNumbers(TorchFunctionMode):
+    """Sees numbers that are stored at indices on the device: for CUDA, and for no other device, torch makes a tensor of them on the
+    host and copies it.
+    """
+
+    def __init__(self, waits: list[str]) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.__setitem__ and not isinstance(args[2], Tensor):
+            if any(isinstance(each, OnSecondDevice) for each in tree_leaves(args[1])):
+                self.waits.append(_caller())
+        return function(*args, **(kwargs or {}))
+
+
 @contextmanager
 def second_device() -> Iterator[list[str]]:
     """Within it there is a second device. Yields the modules of `PACKAGES` whose calls the host would wait for, in their order,
     each as often as it waits; "" is none of them, such as a backward pass.
 
     The host waits for numbers, for sizes that depend on numbers, and for copies in both directions, except those to the device by
-    `dataproto.transfer.move`.
+    `dataproto.transfer.move`. A number that is stored at indices on the device is such a copy.
     """
     devices, before = _Devices(), torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # so that `torch.tensor(numbers, device=DEVICE)` is a copy from the host
     try:
-        with torch.autograd.set_multithreading_enabled(False), devices:
+        with torch.autograd.set_multithreading_enabled(False), devices, _StoredNumbers(devices.waits):
             yield devices.waits
     finally:
         torch._C._set_only_lift_cpu_tensors(before)

@@ -36,7 +36,7 @@ class Qwen3VL(VLMFamily):
         layer d adds to these tokens in order.
         """
         mask = torch.zeros(shape, dtype=torch.bool, device=spans.positions.device)
-        mask.view(-1)[spans.positions] = True
+        mask.view(-1).index_fill_(0, spans.positions, True)
         deep = features[:, 1:].index_select(0, spans.features)
         return {"visual_pos_masks": mask, "deepstack_visual_embeds": deep.transpose(0, 1)}
 
