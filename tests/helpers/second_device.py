@@ -97,18 +97,16 @@ class _Devices(TorchDispatchMode):
 
 
 class _StoredNumbers(TorchFunctionMode):
-    """Sees numbers that are stored at indices on the device: for CUDA, and for no other device, torch makes a tensor of them on the
-    host and copies it.
-    """
+    """Sees numbers that are stored at indices on the device. For CUDA alone torch makes a tensor of them on the host and copies it."""
 
     def __init__(self, waits: list[str]) -> None:
         super().__init__()
         self.waits = waits
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.__setitem__ and not isinstance(args[2], Tensor):
-            if any(isinstance(each, OnSecondDevice) for each in tree_leaves(args[1])):
-                self.waits.append(_caller())
+        numbers = function is Tensor.__setitem__ and not isinstance(args[2], Tensor)
+        if numbers and any(isinstance(each, OnSecondDevice) for each in tree_leaves(args[1])):
+            self.waits.append(_caller())
         return function(*args, **(kwargs or {}))
 
 
