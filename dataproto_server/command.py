@@ -24,7 +24,10 @@ from recipes.directory_lock import locked
 from recipes.options import exit_status
 
 FRONT = "from dataproto_server.routes.application import main; main({arguments!r}, {engine!r}, {listener}, {pipe})"
-ENGINE = "from dataproto_server.engine_process import main; main({factory!r}, {options!r}, {engine!r}, {pipe})"
+ENGINE = (
+    "from dataproto_server.engine_process import main; "
+    "main({factory!r}, {options!r}, {engine!r}, {pipe}, {arguments!r})"
+)
 LOOK_SECONDS = 0.1
 SHORT_LIFE_SECONDS = 10.0  # a process without a mark that ends sooner than this after its start has failed to start
 MOST_FAILURES = 5  # in a row
@@ -110,7 +113,7 @@ class Supervisor(ExitStack):
     ) -> None:
         """
         Args:
-            front_arguments: the command line of the front process.
+            front_arguments: the command line of the front process; the engine reads ``--traceback`` there.
             factory: ``module:function`` that makes the engine's backend of ``options``.
             environment: of both processes.
 
@@ -127,10 +130,11 @@ class Supervisor(ExitStack):
         self.callback(os.close, read)
         self.callback(os.close, write)
         engine, listener = f"{directory}/engine", self.listener.fileno()
-        front = FRONT.format(arguments=list(front_arguments), engine=engine, listener=listener, pipe=read)
+        told = {"arguments": list(front_arguments), "engine": engine, "pipe": read}
+        front = FRONT.format(**told, listener=listener)
         self.front = Child("front", front, [listener, read], environment)
         self.enter_context(ending(self.front.stop))
-        code = ENGINE.format(factory=factory, options=options, engine=engine, pipe=read)
+        code = ENGINE.format(**told, factory=factory, options=options)
         self.engine = Child("engine", code, [read], environment, Path(engine))
         self.enter_context(ending(self.engine.stop))
 

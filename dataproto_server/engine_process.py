@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -260,17 +260,18 @@ def end_with_parent(parent_pipe: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(factory: str, options: str, path: str, parent_pipe: int) -> None:
+def main(factory: str, options: str, path: str, parent_pipe: int, arguments: Sequence[str] = ()) -> None:
     """Serves the backend that ``module:function`` makes of its options, a text. It prints its stacks at ``SIGUSR1``.
 
-    A user's mistake that keeps it from starting is one line on stderr, and the exit status 2.
+    A user's mistake that keeps it from starting is one line on stderr, after the traceback with ``--traceback`` among the
+    ``arguments`` of the command, and the exit status 2.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     faulthandler.register(signal.SIGUSR1)
     end_with_parent(parent_pipe)
     began = time.perf_counter()
     module, _, name = factory.partition(":")
-    with exit_status((), resumes=False) as status:
+    with exit_status(arguments, resumes=False) as status:
         backend = getattr(importlib.import_module(module), name)(options)
         backend.start()
     if status.code:

@@ -139,6 +139,9 @@ def test_a_mistake_that_keeps_an_engine_from_starting_is_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1] == "error: no such model"
     assert "Traceback" not in done.stderr
+    done = start_of_own_engine(own, tmp_path, "--traceback")
+    assert done.returncode == 2
+    assert "own_engine.py" in done.stderr.partition("Traceback")[2]
 
 
 @pytest.mark.slow
@@ -148,11 +151,12 @@ def test_an_engine_whose_models_cannot_be_loaded_ends_before_the_front_process_c
     assert not (tmp_path / "engine").exists()
 
 
-def start_of_own_engine(source, tmp_path):
+def start_of_own_engine(source, tmp_path, *arguments):
     """The end of an engine's process whose backend the function ``make`` of this source makes."""
     (tmp_path / "own_engine.py").write_text(source)
     read, write = os.pipe()
-    code = ENGINE.format(factory="own_engine:make", options="{}", engine=str(tmp_path / "engine"), pipe=read)
+    told = {"engine": str(tmp_path / "engine"), "pipe": read, "arguments": list(arguments)}
+    code = ENGINE.format(**told, factory="own_engine:make", options="{}")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-c", code],
