@@ -71,8 +71,8 @@ class Child:
         if self.process.poll() is None:
             return
         started = self.mark is not None and self.mark.exists()
-        self.has_started |= started
         short = time.monotonic() - self.began < SHORT_LIFE_SECONDS if self.mark is None else not started
+        self.has_started |= not short
         self.failures = self.failures + 1 if short else 0
         code = self.process.returncode
         if started:

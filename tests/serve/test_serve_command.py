@@ -133,6 +133,16 @@ def test_a_mistake_ends_the_first_start_of_an_engine_and_no_later_one(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_without_a_mark_that_has_lived_long_starts_again_after_a_mistake(monkeypatch):
+    child = Child("front", "raise SystemExit(2)", [], os.environ)
+    for seconds in (0.0, 10.0):  # it has lived long, and then ends in a start
+        monkeypatch.setattr("dataproto_server.command.SHORT_LIFE_SECONDS", seconds)
+        child.process.wait()
+        child.look()
+    child.process.wait()
+
+
+@pytest.mark.slow
 def test_a_mistake_that_keeps_an_engine_from_starting_is_one_line(tmp_path):
     own = "from dataproto.errors import InvalidConfig\n\ndef make(options):\n    raise InvalidConfig('no such model')\n"
     done = start_of_own_engine(own, tmp_path)
