@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dataproto.columns import media_identity
@@ -57,7 +58,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_at_least(1, self, "n", "max_tokens")
-        check_at_least(0, self, "temperature", "top_p", "top_k", "min_p", "top_log_probs")
+        check_at_least(0, self, "temperature", "top_p", "min_p", "top_log_probs")
+        if not isinstance(self.top_k, Integral) or self.top_k < 0:
+            raise InvalidConfig(f"top_k={self.top_k!r}: must be a whole number, 0 (all tokens) or more")
         if not self.temperature < math.inf:
             raise InvalidConfig(f"temperature={self.temperature}: must be a finite number, or 0 (greedy)")
         if not 0 < self.top_p <= 1:

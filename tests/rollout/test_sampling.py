@@ -85,6 +85,12 @@ def test_impossible_sampling_is_refused(options):
         SamplingParams(**options)
 
 
+@pytest.mark.parametrize("top_k", [-1, None, 2.5, "5"])
+def test_a_top_k_that_counts_no_tokens_is_told_what_stands_for_all(top_k):
+    with pytest.raises(InvalidConfig, match=rf"top_k={top_k!r}: must be a whole number, 0 \(all tokens\) or more"):
+        SamplingParams(top_k=top_k)
+
+
 def test_an_unknown_engine_is_refused():
     with pytest.raises(InvalidConfig, match="'hf'"):
         create_engine("sglang", "nowhere")
