@@ -41,7 +41,7 @@ def load_agent(name: str, memory_gib: float | None = None, processes: int = MOST
     runs in a process of its own.
 
     Raises:
-        InvalidConfig: the file or the name does not exist, or the file cannot be imported.
+        InvalidConfig: the file, the name or the program does not exist, or the file cannot be imported.
     """
     if " " in name.strip():
         return in_process(CommandAgent(name, memory_gib, processes))

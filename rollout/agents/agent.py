@@ -107,7 +107,8 @@ class CommandAgent:
         with raised_as(InvalidConfig, f"the command of the agent, {command!r}, cannot be read", ValueError):
             self.command, self.memory_gib, self.at_once = shlex.split(command), memory_gib, at_once
         if not self.command or shutil.which(self.command[0]) is None:
-            raise InvalidConfig(f"the command of the agent, {command!r}, cannot run: there is no such program")
+            wrong = "there is no such program, or its file may not be executed"
+            raise InvalidConfig(f"the command of the agent, {command!r}, cannot run: {wrong}")
 
     async def __call__(self, task: AgentTask) -> Outcome:
         """Runs the command. Raises `RuntimeError` with the end of what it wrote on its standard error if it fails."""

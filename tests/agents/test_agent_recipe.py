@@ -147,6 +147,8 @@ def test_a_name_of_several_words_is_a_command(tmp_path):
         load_agent("python 'own.py")
     with pytest.raises(InvalidConfig, match=r"'pyhton own\.py', cannot run: there is no such program"):
         load_agent("pyhton own.py")
+    with pytest.raises(InvalidConfig, match=r"cannot run: .*, or its file may not be executed"):
+        load_agent(f"{tmp_path}/few.py now")  # which nobody has made executable
     with pytest.raises(InvalidConfig, match="'own' names no agent: use"):
         load_agent("own")
     with pytest.raises(InvalidConfig, match="no function 'other'"):
