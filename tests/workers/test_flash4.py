@@ -71,6 +71,18 @@ def test_compiled_kernels_are_stored_for_the_next_run(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("_installed")
+def test_kernels_of_one_gpu_are_not_read_on_another(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    folders = set()
+    for capability in ((9, 0), (10, 0), (10, 3)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        flash4.check_usable()
+        folders.add(os.environ.pop(STORED[1]))
+    assert folders == {str(tmp_path / "dataproto" / "flash_attention4" / name) for name in ("sm90", "sm100", "sm103")}
+
+
+@pytest.mark.usefixtures("_installed")
 def test_no_kernels_are_stored_where_files_cannot_be_written_or_locked(monkeypatch, tmp_path):
     def no_locks(*_):
         raise OSError(38, "Function not implemented")

@@ -64,8 +64,12 @@ def keep_compiled_kernels() -> None:
 
     By itself it stores none. Its own variables, if they are set, decide. It ends where it gets no lock on its files, so it stores
     nothing in a folder that cannot be written to or, as on some network file systems, has no locks.
+
+    Each kind of GPU has a folder, because the package names some kernels alike for all, such as that before the backward pass.
     """
     folder = cache_folder("flash_attention4")
+    if torch.cuda.is_available():
+        folder /= "sm{}{}".format(*torch.cuda.get_device_capability())
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as file:
