@@ -86,7 +86,8 @@ class HeadSampler(SecondRunnerSampler):
         """The random numbers ``(B, 2 K + 1)`` float64 of this step's tokens and of the drafts after them; ``reads``: some row has
         not read its prompt.
 
-        They are computed for `STEPS_AHEAD` more steps, each of which gives a row at most 1 + K tokens.
+        They are computed for `STEPS_AHEAD` more steps, each of which gives a row at most 1 + K tokens. When
+        they are computed, the tokens of the step before are counted: a part of all, because to count costs the host as well.
         """
         if reads or not self._steps_left:
             if self._drawn is not None:
