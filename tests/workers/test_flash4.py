@@ -18,8 +18,9 @@ STORED = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}" for name in ("ENABLED", "DIR"
 
 
 @pytest.fixture
-def _installed(monkeypatch):
+def _installed(monkeypatch, tmp_path):
     monkeypatch.setattr(flash4, "installed_version", lambda name: "4.0.0b36")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in STORED:
         monkeypatch.setenv(name, "")  # restores it afterwards
         monkeypatch.delenv(name)
@@ -61,7 +62,7 @@ def test_a_gpu_without_kernels_is_refused_by_name(monkeypatch, name, capability,
 
 @pytest.mark.usefixtures("_installed")
 def test_compiled_kernels_are_stored_for_the_next_run(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     flash4.check_usable()
     assert [os.environ[name] for name in STORED] == ["1", str(tmp_path / "dataproto" / "flash_attention4")]
     for name, value in zip(STORED, ("0", "elsewhere"), strict=True):
@@ -72,7 +73,6 @@ def test_compiled_kernels_are_stored_for_the_next_run(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("_installed")
 def test_kernels_of_one_gpu_are_not_read_on_another(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     folders = set()
     for capability in ((9, 0), (10, 0), (10, 3)):
