@@ -97,7 +97,7 @@ class _Devices(TorchDispatchMode):
 
 
 class _StoredNumbers(TorchFunctionMode):
-    """Sees numbers that are stored at indices on the device. For CUDA alone torch makes a tensor of them on the host and copies it."""
+    """Sees numbers that are stored at indices on the device: for CUDA alone torch makes tensors of them on the host."""
 
     def __init__(self, waits: list[str]) -> None:
         super().__init__()
