@@ -17,7 +17,7 @@ from functools import partial
 from numbers import Number
 from typing import Any
 
-from dataproto.errors import InvalidRow
+from dataproto.errors import InvalidRow, raised_as
 from recipes.data import row_values
 from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
 from recipes.data.tables import ConvertedRows, open_rows, open_stream
@@ -112,5 +112,7 @@ def _question(row: Mapping[str, Any], place: int) -> dict[str, Any]:
         raise invalid_row(row, place, "the conversation must end with an answer")
     *asked, answer = row["prompt"]
     said = answer.get("content")
-    truth = "".join(part.get("text") or "" for part in as_parts("" if said is None else said))
+    bad = partial(invalid_row, row, place)
+    with raised_as(bad, f"the answer must be text or parts of text, not {said!r}", TypeError, AttributeError):
+        truth = "".join(part.get("text") or "" for part in as_parts("" if said is None else said))
     return {**row, "prompt": asked, "reward_model": {"style": "exact", "ground_truth": truth.strip()}}

@@ -275,6 +275,13 @@ def test_questions_end_before_the_last_answer():
         last_questions([{"prompt": [ASKED]}])[0]
 
 
+@pytest.mark.parametrize("content", [5, {"a": 1}, [{"type": "text", "text": 5}], ["A cat."]])
+def test_a_held_out_answer_that_is_no_text_is_an_unusable_row(content):
+    row = {"prompt": [ASKED, {"role": "assistant", "content": content}], "index": 3}
+    with pytest.raises(InvalidRow, match=r"row 3: the answer must be text or parts of text, not .*"):
+        last_questions([row])[0]
+
+
 def test_calls_and_tools_have_the_names_that_they_were_written_with(tmp_path):
     """Arrow gives all mappings of a column the same names; JSON Lines keep what they say."""
     written = [
