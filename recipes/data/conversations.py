@@ -70,7 +70,10 @@ def _messages(raw: Mapping[str, Any], index: int, media: Mapping[str, list[Any]]
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     asked = row_values.chat_messages(turns, index)
     context = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in asked]
-    return context + answer_messages(answer, index)
+    answers = answer_messages(answer, index)
+    if answers[0]["role"] == "assistant":
+        row_values.check_answerable(asked, index)
+    return context + answers
 
 
 def answer_messages(answer: Any, index: int) -> list[Mapping[str, Any]]:

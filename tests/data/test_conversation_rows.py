@@ -275,6 +275,16 @@ def test_questions_end_before_the_last_answer():
         last_questions([{"prompt": [ASKED]}])[0]
 
 
+@pytest.mark.parametrize("completion", ["B", [{"role": "assistant", "content": "B"}]])
+def test_a_prompt_that_begins_the_answer_itself_is_an_unusable_row(completion):
+    prompt = [{"role": "user", "content": "A or B?"}, {"role": "assistant", "content": "It is "}]
+    with pytest.raises(InvalidRow, match="row 4: the prompt ends with a message of the assistant"):
+        read_conversation_row({"prompt": prompt, "completion": completion}, 4)
+    later = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    read = read_conversation_row({"prompt": prompt, "completion": later}, 4)["prompt"]
+    assert [message["role"] for message in read] == ["user", "assistant"] * 2
+
+
 @pytest.mark.parametrize("content", [5, {"a": 1}, [{"type": "text", "text": 5}], ["A cat."]])
 def test_a_held_out_answer_that_is_no_text_is_an_unusable_row(content):
     row = {"prompt": [ASKED, {"role": "assistant", "content": content}], "index": 3}
