@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig, RewardError
+from dataproto.errors import InvalidConfig, RewardError, ScoreCountMismatch
 from recipes.demo.tiny_model import make_tiny_model
 from recipes.rewards import as_reward_function
 from workers import ActorConfig, PolicyConfig, RewardWorker, launch
@@ -59,6 +59,13 @@ def test_scores_stand_on_the_last_response_token(checkpoint):
 def test_results_that_are_no_scores_are_refused(checkpoint, wrong):
     worker = RewardWorker(lambda rows: wrong, checkpoint)
     with pytest.raises(RewardError):
+        worker.score(responses(worker, "x"))
+
+
+@pytest.mark.parametrize("returned", [None, 0.5])
+def test_a_function_that_returns_no_list_is_told_so(checkpoint, returned):
+    worker = RewardWorker(lambda rows: returned, checkpoint)
+    with pytest.raises(ScoreCountMismatch, match=f"returned {returned}, not a list of 1 results"):
         worker.score(responses(worker, "x"))
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,10 @@ class RewardWorker:
         with self.ranks.fail_together():
             require(data, "responses", "response_mask")
             texts = self.decode(data)
-        results = list(self.results(data, texts))
+        returned: Any = self.results(data, texts)
+        if not isinstance(returned, Iterable):
+            raise ScoreCountMismatch(f"the reward function returned {returned!r}, not a list of {len(data)} results")
+        results = list(returned)
         check_results(results, len(data))
         check_names(results, data)
         scores = torch.tensor([float(result["score"]) for result in results], dtype=torch.float32)
