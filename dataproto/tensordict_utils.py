@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from dataproto.errors import ColumnConflict, InvalidColumn, InvalidIndex, RowCountMismatch
+from dataproto.errors import ColumnConflict, InvalidColumn, InvalidIndex, RowCountMismatch, raised_as
 from dataproto.serialization.buffers import ask_for_large_pages
 from dataproto.serialization.images import is_image, same_image
 
@@ -115,7 +115,9 @@ def alike_tensors(rows: Mapping[int, Any], dtype: torch.dtype | None) -> list[to
         if row is None:
             raise InvalidColumn(f"row {number} is None; an empty row is a tensor of length 0, or an empty list")
     blank = {number for number, row in rows.items() if isinstance(row, list | tuple) and len(row) == 0}
-    tensors = {number: row if isinstance(row, torch.Tensor) else _as_tensor(row, dtype) for number, row in rows.items()}
+    tensors = {
+        number: row if isinstance(row, torch.Tensor) else _as_tensor(row, dtype, number) for number, row in rows.items()
+    }
     example = next((made for number, made in tensors.items() if number not in blank), None)
     if example is None:
         return list(tensors.values())
@@ -130,7 +132,7 @@ def alike_tensors(rows: Mapping[int, Any], dtype: torch.dtype | None) -> list[to
     return list(tensors.values())
 
 
-def _as_tensor(row: Any, dtype: torch.dtype | None) -> torch.Tensor:
+def _as_tensor(row: Any, dtype: torch.dtype | None, number: int) -> torch.Tensor:
     """``torch.as_tensor``, through numpy for lists of whole numbers: several times faster, and of the same dtype."""
     if isinstance(row, list | tuple) and row and type(row[0]) is int and dtype in (None, torch.int64):
         try:
@@ -139,7 +141,8 @@ def _as_tensor(row: Any, dtype: torch.dtype | None) -> torch.Tensor:
             array = np.empty(0, dtype=object)
         if array.dtype == np.int64 and array.ndim == 1:
             return torch.from_numpy(array)
-    return torch.as_tensor(row, dtype=dtype)
+    with raised_as(InvalidColumn, f"row {number} makes no tensor", ValueError, TypeError, RuntimeError):
+        return torch.as_tensor(row, dtype=dtype)
 
 
 def memory_key(tensor: torch.Tensor) -> Hashable:

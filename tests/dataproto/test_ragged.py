@@ -307,6 +307,9 @@ def test_from_list() -> None:
         ([torch.ones(1), torch.ones(1, device="meta")], "row 1"),
         ([[1], [1.5]], "row 1"),
         ([torch.tensor(1)], "row 0"),
+        ([[1], ["a"]], "row 1 makes no tensor"),
+        ([[1], [None]], "row 1 makes no tensor"),
+        ([[[1, 2], [3]]], "row 0 makes no tensor"),
         ([SHARED, SHARED, None], "row 2 is None"),
         ([SHARED, SHARED, torch.ones(1).long()], "row 2 is"),
     ],
@@ -443,5 +446,5 @@ def test_lists_of_numbers_become_what_torch_makes_of_them() -> None:
             found = RaggedTensor.from_list([row], dtype).values
             assert found.dtype == expected.dtype
             assert found.equal(expected)
-    with pytest.raises(RuntimeError, match="overflow"):
+    with pytest.raises(InvalidColumn, match=r"row 0 makes no tensor: .*overflow"):
         RaggedTensor.from_list([[2**40]], torch.int32)
