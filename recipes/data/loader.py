@@ -263,7 +263,8 @@ def drop_overlong(rows: Any, builder: PromptBuilder, on_bad_row: OnBadRow = "ski
             raise InvalidRow(first.index, f"{first.reason}; none of the {len(rows)} rows can be used")
         print(f"{unknown} of {len(rows)} rows cannot be used and are skipped; the first is {first}")
     if not kept:
-        raise InvalidConfig(f"all {len(rows)} prompts are longer than {builder.limit_name}={builder.max_prompt_length}")
+        limit = f"{builder.limit_name}={builder.max_prompt_length}"
+        raise InvalidConfig(f"all {len(rows)} {builder.counted}s are longer than {limit}")
     return Subset(rows, kept), dropped
 
 

@@ -41,6 +41,7 @@ class SupervisedBuilder(PromptBuilder):
     whole conversation.
     """
 
+    counted = "row"
     turns: Turns = "all"
 
     def learning(self, turns: Turns) -> "SupervisedBuilder":

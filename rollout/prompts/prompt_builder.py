@@ -67,6 +67,9 @@ class PromptBuilder:
     equal row at the same occurrence.
     """
 
+    counted = "prompt"
+    """What ``max_prompt_length`` limits, in errors."""
+
     def __init__(
         self,
         tokenizer: Any,
@@ -368,7 +371,8 @@ class PromptBuilder:
     def check_length(self, length: int) -> None:
         """Raises `InvalidPrompt` if this number of tokens exceeds ``max_prompt_length``."""
         if length > self.max_prompt_length:
-            raise InvalidPrompt(f"the prompt has {length} tokens, more than {self.limit_name}={self.max_prompt_length}")
+            limit = f"{self.limit_name}={self.max_prompt_length}"
+            raise InvalidPrompt(f"the {self.counted} has {length} tokens, more than {limit}")
 
     @property
     def _processes(self) -> dict[str, Callable[[Any, Any], ProcessedMedium]]:

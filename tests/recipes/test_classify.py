@@ -90,7 +90,7 @@ def test_a_row_that_is_too_long_is_told_before_a_model_is_loaded_by_the_option_o
     for command in (main, sft.main):
         assert command(["--max-length", "3", "--output-dir", str(tmp_path / command.__module__)]) == 2
         told = capsys.readouterr()
-        assert re.search(r"row 0: the prompt has \d+ tokens, more than max_length=3 \(--on-bad-row skip", told.err)
+        assert re.search(r"row 0: the row has \d+ tokens, more than max_length=3 \(--on-bad-row skip", told.err)
         assert "max_prompt_length" not in told.err
         assert "loading the actor" not in told.out
 
