@@ -169,8 +169,10 @@ class PromptBuilder:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> DataProto:
         """The prompt batch of ``rows``, which are prepared `in_threads`.
 
-        Raises `InvalidRow` with the row's ``index`` (or its place, if that is no number).
+        Raises `InvalidRow` with the row's ``index`` (or its place, if that is no number), `InvalidPrompt` for one row by itself.
         """
+        if isinstance(rows, Mapping):
+            raise InvalidPrompt(f"the builder takes a list of rows, not one row {list(rows)}: write [row]")
 
         def prepare(place: int, row: Mapping[str, Any]) -> Prompt:
             try:

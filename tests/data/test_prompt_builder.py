@@ -387,6 +387,11 @@ def test_a_bad_row_is_named_with_index_and_reason(row, says):
     assert caught.value.index == 77
 
 
+def test_a_row_without_a_list_around_it_is_told_so():
+    with pytest.raises(InvalidPrompt, match=r"not one row \['prompt', 'images'\]: write \[row\]"):
+        tiny_builder()({"prompt": "<image>", "images": [picture()]})
+
+
 @pytest.mark.parametrize("index", ["train-7", None, float("nan"), (1, 2)])
 def test_the_reason_is_told_where_the_index_is_no_number(index):
     rows = [{"prompt": "fine"}, {"prompt": "<image>", "images": [None], "index": index}]
