@@ -3,6 +3,7 @@
 `run` is all of a recipe but its step function; `recipes.configs` holds the options.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from dataproto import DataProto
-from dataproto.errors import InvalidConfig
+from dataproto.errors import InvalidConfig, raised_as
 from dataproto.vlm import VLMFamily
 from recipes.configs.episodes_config import EpisodeRunConfig
 from recipes.configs.shared.policy_gradient_config import DataConfig, PolicyGradientConfig
@@ -102,8 +103,10 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
         The path of the report, which an interrupted run leaves too.
 
     Raises:
-        InvalidConfig, CheckpointError: the run directory or the data do not fit the options.
+        InvalidConfig, CheckpointError: the run directory or the data do not fit the options, or ``step`` has other arguments.
     """
+    with raised_as(InvalidConfig, f"{step} is no step(roles, prompts, config, sampling, state)", TypeError):
+        inspect.signature(step).bind(None, None, config=None, sampling=None, state=None)
     check_trains(config.data)
     with begun(config) as started:
         task = (prepare or problems)(config)

@@ -97,6 +97,15 @@ def test_a_step_that_returns_something_else_is_told_so(step, message, tmp_path):
         train(RunConfig(steps=1, output_dir=tmp_path), roles, Batches(), step, measure=rows)
 
 
+def test_a_step_with_other_arguments_is_told_so_before_anything_begins(tmp_path):
+    def step(roles, prompts, cfg, sampling, state):
+        raise AssertionError("called")
+
+    with pytest.raises(InvalidConfig, match=r"is no step\(roles, prompts, config, sampling, state\): missing .*'cfg'"):
+        run(parse(["--steps", "1", "--output-dir", str(tmp_path / "run")]), step)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_records_each_step_evaluates_and_saves(tmp_path):
     run = RunConfig(steps=3, eval_every=2, save_every=2, output_dir=tmp_path)
     with recorded_run(run), start() as roles:
