@@ -55,9 +55,9 @@ def learning_rate_factor(step: int, config: OptimizerConfig) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * decayed
 
 
-STEPPED = 64
-"""Parameters that one kernel steps. In the first step, torch's time for the layouts of DTensors grows as the square of their
-number: 2 s for the 720 of a model of 7B.
+PARAMETERS_A_CALL = 64
+"""So many parameters AdamW steps in one call of its kernel. In the first step torch works out the layouts of a call's DTensors,
+in a time that grows as the square of their number: 2 s for the 720 of a model of 7B.
 """
 
 
@@ -153,9 +153,9 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch
         return None
     if config.kind == "adamw8bit":
         return adamw_8bit(groups, config, EPS)
-    parts = [group[first : first + STEPPED] for group in groups for first in range(0, len(group), STEPPED)]
+    size = PARAMETERS_A_CALL
     return torch.optim.AdamW(
-        [{"params": part} for part in parts],
+        [{"params": group[first : first + size]} for group in groups for first in range(0, len(group), size)],
         lr=config.lr,
         betas=config.betas,
         eps=EPS,
