@@ -130,6 +130,7 @@ def test_a_mistake_ends_the_first_start_of_an_engine_and_no_later_one(tmp_path):
     for _ in range(2):  # it had started, and then ends in a start
         child.look()
         child.process.wait()
+    assert child.failures == 1
 
 
 @pytest.mark.slow
@@ -140,6 +141,7 @@ def test_a_process_without_a_mark_that_has_lived_long_starts_again_after_a_mista
         child.process.wait()
         child.look()
     child.process.wait()
+    assert child.failures == 1
 
 
 @pytest.mark.slow
