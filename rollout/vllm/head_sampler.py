@@ -20,8 +20,8 @@ from rollout.vllm.sampler import CLOSED, Float32Head
 from rollout.vllm.second_runner import SecondRunnerSampler
 
 MOST_DRAWN = 32_768
-"""So many tokens of a larger vocabulary can be drafts: those that samples have drawn most. With few rows, reading the output
-projection of a whole vocabulary for each draft takes a sixth of a step's time.
+"""So many tokens of a larger vocabulary can be drafts: those that samples have drawn most. With few rows, to read the output
+projection of the whole vocabulary for each draft takes a sixth of a step's time.
 """
 
 STEPS_AHEAD = 64
@@ -86,8 +86,8 @@ class HeadSampler(SecondRunnerSampler):
         """The random numbers ``(B, 2 K + 1)`` float64 of this step's tokens and of the drafts after them; ``reads``: some row has
         not read its prompt.
 
-        They are computed for `STEPS_AHEAD` more steps, each of which gives a row at most 1 + K tokens. When
-        they are computed, the tokens of the step before are counted: a part of all, because to count costs the host as well.
+        They are computed for `STEPS_AHEAD` more steps, each of which gives a row at most 1 + K tokens. Only then are the tokens
+        of the step before counted, because counting takes the host time too.
         """
         if reads or not self._steps_left:
             if self._drawn is not None:
@@ -108,9 +108,9 @@ class HeadSampler(SecondRunnerSampler):
 
 
 def most_drawn(counts: Tensor, number: int, banned_ids: Sequence[int]) -> Tensor:
-    """The tokens ``(number,)`` that were drawn most, by their ``counts (V,)`` int64, in order of their ids.
+    """The ids ``(number,)`` int64, in ascending order, of the tokens that were drawn most, by their ``counts (V,)`` int64.
 
-    Of those drawn equally often it takes lower ids, which stand for more frequent texts in a vocabulary that was made by merges.
+    Of tokens drawn equally often it takes those with lower ids: a vocabulary that was made by merges begins with frequent texts.
 
     >>> most_drawn(torch.tensor([0, 5, 0, 9, 5]), 3, banned_ids=[3]).tolist()
     [0, 1, 4]
@@ -138,6 +138,7 @@ class HeadDrafts:
         if plain and len(self._counts) > MOST_DRAWN + len(banned_ids):
             self._tokens = self._counts.new_empty(MOST_DRAWN)
             weight = own.weight.new_empty(MOST_DRAWN, own.weight.shape[1])  # CUDA graphs read these two
+            # What vLLM's logits processor reads of a projection.
             self._projection = SimpleNamespace(weight=weight, tp_size=1, quant_method=Float32Head())
             self.choose_tokens()
         speculator.sample_draft = self._choose
