@@ -106,7 +106,7 @@ class TrainedMatrices(ABC):
             InvalidConfig: see `check_settings`. Nothing has changed, and the gradients are kept.
         """
         check_settings(params)
-        return self.optimizer.step(params)
+        return {name: float(value) for name, value in self.optimizer.step(params).items()}
 
     @abstractmethod
     def save(self, directory: Path, later: Later = at_once) -> None:

@@ -102,7 +102,7 @@ def test_passes_steps_and_updates_allocate_in_such_blocks(tmp_path, monkeypatch)
     worker = ActorWorker(ActorConfig(str(tmp_path), offload_idle=True), torch.device("cpu"))
     data = with_responses(config, prompt_batch(config, [[(4, 6)]], texts=[4]), lengths=[2], width=4)
     monkeypatch.setattr(training_model, "expandable_segments", counted)
-    noted(TrainingModel, "_outputs")
+    noted(TrainingModel, "_inputs")
     noted(Optimizer, "step")
     noted(HostCopies, "fetch")
     worker.log_probs(data)
@@ -111,10 +111,10 @@ def test_passes_steps_and_updates_allocate_in_such_blocks(tmp_path, monkeypatch)
     worker.optim_step()
     assert all(inside for _, inside in seen)  # what comes from the host too
     assert [each for each in seen if each[0] != "fetch"] == [
-        ("_outputs", 1),
-        ("_outputs", 2),  # in an update
+        ("_inputs", 1),
+        ("_inputs", 2),  # in an update
         ("step", 2),
-        ("_outputs", 1),
+        ("_inputs", 1),
         ("step", 1),
     ]
     assert depth == [0]

@@ -273,7 +273,7 @@ def test_a_pass_without_gradients_tells_its_error(
     actor: ActorWorker, rollout: RolloutWorker, prompts: DataProto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = rollout.generate(prompts, SAMPLING)
-    monkeypatch.setattr(actor.model, "_outputs", fails(Cause))
+    monkeypatch.setattr(actor.model, "_inputs", fails(Cause))
     monkeypatch.setattr(actor.model, "_reshard", fails(Later))
     assert NOTE in notes_of(lambda: actor.log_probs(rows, into="old_log_probs"))
 

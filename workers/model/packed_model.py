@@ -106,6 +106,17 @@ class MediaPart:
     used: bool = True  # false for a dummy image, whose features are dropped
 
 
+class EncodedMedia:
+    """The features of a `MediaPart`, computed before the forward pass that takes them.
+
+    No dataclass, since FSDP looks for tensors in those: once the gradient of an argument is known it frees the root's weights,
+    and the gradient of a projector among them is still to come.
+    """
+
+    def __init__(self, features: HeldFeatures) -> None:
+        self.features = features
+
+
 @dataclass(frozen=True)
 class TowerFeatures:
     """The features of media by the vision tower, and where they are placed among this process's tokens."""
@@ -175,10 +186,16 @@ class PackedVLM(nn.Module):
         self.score = token_log_probs
         self.kept: KeptFeatures | None = None  # of a tower that is not trained
 
+    def encode(self, media: MediaPart) -> EncodedMedia:
+        """The features of the media of the next call. FSDP's root has to be gathered: it is so from a call until the end of its
+        backward pass.
+        """
+        return EncodedMedia(self.features.encode(self.model, media))
+
     def forward(
         self,
         rows: PackedRows,
-        media: MediaPart | None,
+        media: MediaPart | EncodedMedia | None,
         spans: MediaSpans,
         entropy: bool = False,
         wanted: Wanted | None = None,
@@ -186,7 +203,7 @@ class PackedVLM(nn.Module):
         """Log-probs ``(N,)`` of the rows' response tokens, entropies ``(N,)`` with ``entropy``, and those log-probs by the
         head that predicts the token after the next one, where it is trained.
 
-        ``media`` is ``None`` if the tower does not run. With ``wanted`` it has what is not kept.
+        ``media`` is ``None`` if the tower does not run; it may be encoded already. With ``wanted`` it has what is not kept.
         """
         mine, windows = self.tokens.rows(rows, spans)
         features, places = self.media_features(media, windows, rows.input_ids.device, wanted)
@@ -198,13 +215,13 @@ class PackedVLM(nn.Module):
 
     def media_features(
         self,
-        media: MediaPart | None,
+        media: MediaPart | EncodedMedia | None,
         windows: Sequence[MediaSpans],
         device: torch.device,
         wanted: Wanted | None = None,
     ) -> tuple[Tensor | None, MediaSpans]:
         """The features ``(F, levels, H)`` that this process's tokens need, ``None`` without media, and where they are placed."""
-        held = None if media is None else self.features.encode(self.model, media)
+        held = None if media is None else (media if isinstance(media, EncodedMedia) else self.encode(media)).features
         if wanted is not None:
             held = wanted.joined(held)
         if held is None:

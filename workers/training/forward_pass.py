@@ -4,9 +4,8 @@ Batches go to the device without waiting for it: the host prepares the next micr
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from dataproto.packing import PackedRows, fill_up, pack_rows, prompt_sharing, un
 from dataproto.transfer import move
 from dataproto.vlm import MediaSpans, media_spans
 from workers.model.kept_features import Wanted
-from workers.model.packed_model import MediaPart, PackedVLM
+from workers.model.packed_model import EncodedMedia, MediaPart, PackedVLM
 
 LossFn = Callable[[Any, DataProto], tuple[Tensor, dict[str, Tensor]]]
 """``loss_fn(outputs, rows)`` to the loss per token ``(B, R)`` and metrics per token ``{name: (B, R)}``.
@@ -29,6 +28,15 @@ The worker masks and averages them. A policy's outputs are `workers.model.packed
 TRAINING_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 
+class Inputs(NamedTuple):
+    """The arguments of `PackedVLM.forward` for a micro-batch, on its device."""
+
+    rows: PackedRows
+    media: MediaPart | EncodedMedia | None
+    spans: MediaSpans
+    wanted: Wanted | None
+
+
 def forward_rows(
     module: PackedVLM,
     rows: DataProto,
@@ -36,24 +44,34 @@ def forward_rows(
     entropy: bool = False,
     tower: bool = False,
     length: int = 0,
-    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Any:
     """Packs the rows, encodes each distinct image once, and returns per-token ``module.outputs`` ``(B, R)`` on ``device``.
 
     Args:
         tower: run the vision tower even if the rows have no media, on a dummy image without effect.
         length: fill the packed rows up to this number of tokens.
-        phase: times the parts ``prepare`` and ``forward``, see `Accounting.phase`.
     """
-    with phase("prepare"):
-        prepared = PreparedRows(module, rows)
-        tokens = prepared.tokens(module, device, length)
-        media, spans, wanted = prepared.media(module, device, tower)
-    with phase("forward"):
-        found = module(tokens, media, spans, entropy, wanted)
+    return forward_inputs(module, rows, inputs_of(module, rows, device, tower, length), entropy)
+
+
+def inputs_of(module: PackedVLM, rows: DataProto, device: torch.device, tower: bool = False, length: int = 0) -> Inputs:
+    """The rows, packed, with their media, on ``device``; ``tower`` and ``length`` as of `forward_rows`."""
+    prepared = PreparedRows(module, rows)
+    return Inputs(prepared.tokens(module, device, length), *prepared.media(module, device, tower))
+
+
+def encoded(module: PackedVLM, inputs: Inputs) -> Inputs:
+    """``inputs`` with the features of their media in the place of pixels."""
+    media = inputs.media
+    return inputs._replace(media=module.encode(media)) if isinstance(media, MediaPart) else inputs
+
+
+def forward_inputs(module: PackedVLM, rows: DataProto, inputs: Inputs, entropy: bool = False) -> Any:
+    """The ``module.outputs`` of ``rows``, whose ``inputs`` these are."""
+    found = module(inputs.rows, inputs.media, inputs.spans, entropy, inputs.wanted)
     shape = tuple(rows["response_mask"].shape)
     scores, entropies, ahead = (
-        None if each is None else unpack_cells(each, tokens.response_cells, shape) for each in found
+        None if each is None else unpack_cells(each, inputs.rows.response_cells, shape) for each in found
     )
     outputs = module.outputs(scores, entropies)  # type: ignore[arg-type]
     return outputs if ahead is None else replace(outputs, head_log_probs=ahead)
@@ -124,6 +142,12 @@ def needs_tower(module: PackedVLM, parts: Sequence[DataProto]) -> list[bool]:
     if module.kept is None:
         return [has_media(part) for part in parts]
     return module.kept.plan([media_of(part) for part in parts])
+
+
+def media_tokens(module: PackedVLM, rows: DataProto) -> int:
+    """How many tokens of media the packed rows have, those of a shared prompt once."""
+    media, width = token_types(module, rows) != 0, rows["response_mask"].shape[1]
+    return int(media.sum() - media[sharing(module, rows), : media.shape[1] - width].sum())
 
 
 def sharing(module: PackedVLM, rows: DataProto) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from dataproto.errors import InvalidConfig
 from dataproto.grouping import grouped_by
+from dataproto.transfer import move
 from workers.model.model_config import AdamParams, OptimizerConfig
 from workers.model.named_weights import full_tensor
 from workers.ranks.autograd_collectives import local_part
@@ -87,16 +88,24 @@ class Optimizer:
         by_muon = {id(matrix) for matrix in matrices if matrix.requires_grad} if config.kind == "muon" else set()
         chosen = [each for each in self.parameters if id(each) in by_muon]
         self.muon = Muon(chosen, config.lr, config.weight_decay) if chosen else None
-        self.adamw = _adamw([each for each in self.parameters if id(each) not in by_muon], config)
+        self.adamw: Any = _adamw([each for each in self.parameters if id(each) not in by_muon], config)
         self.rules = [rule for rule in (self.adamw, self.muon) if rule is not None]
         self.stages, self.repeated = stages, frozenset(map(id, repeated))
         self.steps = 0  # of the schedule; skipped ones count
-        self.skipped_steps = 0
+        self._skipped = torch.zeros(())
 
-    def step(self, params: AdamParams | None = None) -> dict[str, float]:
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped. Waits for the device."""
+        return int(self._skipped)
+
+    def step(self, params: AdamParams | None = None) -> dict[str, Tensor | float]:
         """Clips, steps and clears the gradients; returns ``grad_norm`` before clipping, ``lr`` and ``skipped_steps``.
 
-        ``params`` replace the configuration and its schedule for this step.
+        AdamW's host does not wait for the device: the numbers are tensors () that wait when they are read.
+
+        Args:
+            params: replace the configuration and its schedule for this step.
         """
         params = params or self._scheduled()
         norm = clip_by_global_norm(self.groups, params.grad_clip_norm, self.stages, self.repeated)
@@ -108,14 +117,16 @@ class Optimizer:
             else:
                 group["lr"] = lr
             group.update(betas=betas, eps=eps, weight_decay=decay)
-        if math.isfinite(norm):
+        skip = ~norm.isfinite()
+        if self.adamw is not None and self.config.kind == "adamw":
+            self.adamw.found_inf = skip.float()  # as `torch.amp.GradScaler` tells the kernel to change nothing
+        if self.config.kind == "adamw" or not skip:
             for rule in self.rules:
                 rule.step()
-        else:
-            self.skipped_steps += 1
+        self._skipped = move(self._skipped, skip.device) + skip
         self.steps += 1
         self.clear_gradients()
-        return {"grad_norm": norm, "lr": lr, "skipped_steps": float(self.skipped_steps)}
+        return {"grad_norm": norm, "lr": lr, "skipped_steps": self._skipped}
 
     def _scheduled(self) -> AdamParams:
         config, factor = self.config, learning_rate_factor(self.steps, self.config)
@@ -144,7 +155,7 @@ class Optimizer:
             rule.state.clear()
             mine = (parameter for group in rule.param_groups for parameter in group["params"])
             rule.state.update({parameter: moments[parameter] for parameter in mine if parameter in moments})
-        self.steps, self.skipped_steps = steps, skipped_steps
+        self.steps, self._skipped = steps, torch.tensor(float(skipped_steps))
 
 
 def _adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer | None:
@@ -184,11 +195,12 @@ def clip_by_global_norm(
     max_norm: float,
     stages: distributed.ProcessGroup | None = None,
     repeated: Collection[int] = (),
-) -> float:
-    """Scales the gradients so that the 2-norm of all of them together is at most ``max_norm``; returns the norm before.
+) -> Tensor:
+    """Scales the gradients so that the 2-norm of all of them together is at most ``max_norm``; returns the norm () before.
 
     Each element counts once, whatever its layout: squares of shards are summed over the mesh dimensions that shard them, and
-    not over those that repeat them. All ranks get the same number. If the norm is not finite, nothing is scaled.
+    not over those that repeat them. All ranks get the same number. If the norm is not finite, nothing is scaled. The norm lies
+    where the gradients do.
 
     Args:
         groups: see `group_by_layout`; parameters without gradient are skipped.
@@ -197,25 +209,29 @@ def clip_by_global_norm(
         repeated: ids of parameters that are scaled here, and counted by another stage.
     """
     counted = [[p.grad for p in group if p.grad is not None and id(p) not in repeated] for group in groups]
-    norms = [float(group_norm(group)) for group in counted if group]
+    norms = [group_norm(group) for group in counted if group]
     if stages is not None:
-        norms = [norm for stage in gathered(norms, stages) for norm in stage]
+        every = [norm for stage in gathered([float(norm) for norm in norms], stages) for norm in stage]
+        norms = [torch.tensor(math.hypot(*every))] if every else []
     if not norms:
-        return 0.0
-    norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
-    scale = clipping(norm, max_norm)
-    if scale is not None:
-        for group in groups:
-            torch._foreach_mul_([local_part(p.grad) for p in group if p.grad is not None], scale)
+        return torch.zeros(())
+    norm = norms[0] if len(norms) == 1 else torch.stack([each.double() for each in norms]).norm()
+    gradients = [local_part(p.grad) for group in groups for p in group if p.grad is not None]
+    if gradients:
+        norm = norm.to(gradients[0].device)
+    if gradients and max_norm:
+        torch._foreach_mul_(gradients, clipping(norm, max_norm))
     return norm
 
 
-def clipping(norm: float, max_norm: float) -> float | None:
-    """The factor that scales gradients of norm ``norm`` down to ``max_norm``, or `None` if they are not scaled.
+def clipping(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor () float32 that scales gradients of ``norm`` () down to ``max_norm``; 1 if the norm is less, or not finite.
 
-    A ``max_norm`` of 0 means no limit. Gradients whose norm is not finite are not scaled.
+    >>> [round(float(clipping(torch.tensor(norm), 2.0)), 3) for norm in (1.0, 4.0, math.inf)]
+    [1.0, 0.5, 1.0]
     """
-    return max_norm / (norm + 1e-6) if 0 < max_norm < norm < math.inf else None
+    exact = norm.double()
+    return torch.where((exact > max_norm) & exact.isfinite(), max_norm / (exact + 1e-6), 1.0).float()
 
 
 def group_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,15 @@ from workers.parallel.transform import repeated_layers
 from workers.ranks.mesh import AXES, Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
 from workers.training.checkpoint import Saving, load_model_weights, load_training_state
-from workers.training.forward_pass import LossFn, forward_rows, index_on, rows_to_device
+from workers.training.forward_pass import (
+    Inputs,
+    LossFn,
+    encoded,
+    forward_inputs,
+    index_on,
+    inputs_of,
+    rows_to_device,
+)
 from workers.training.loading import Wrap, load_packed
 from workers.training.loss_sums import LossSums, Updated, averages, denominator, pair_of, token_weights, zero_loss
 from workers.training.memory import PHASES, SCORES, DeviceMemory, expandable_segments
@@ -244,8 +253,8 @@ class TrainingModel:
             if self.pipeline is not None:
                 self._run_pipeline(self.pipeline, parts, keep, entropy)
                 parts = []
-            for part in parts:
-                keep(part, self._outputs(part, entropy))
+            for part, outputs in self._forward(parts, entropy):
+                keep(part, outputs)
             self._choose_unsharded(learns=False)
         on_host = found.cpu()  # once a call: the host prepares micro-batches while the device computes
         columns = self.ranks.broadcast_from_last(dict(zip(names, on_host, strict=True)), "pp")
@@ -282,8 +291,7 @@ class TrainingModel:
                 self._run_pipeline(self.pipeline, parts, conclude, entropy, backward)
                 parts = []
             # As `conclude`, with one frame less between a caller and the loss function.
-            for number, part in enumerate(parts):
-                outputs = self._outputs(part, entropy)
+            for number, (part, outputs) in enumerate(self._forward(parts, entropy)):
                 with self.accounting.phase("forward"):
                     if part.inert:
                         total = zero_loss(outputs)
@@ -316,10 +324,23 @@ class TrainingModel:
             parts[-1] = replace(parts[-1], tower=True)
         return parts
 
-    def _outputs(self, part: MicroBatch, entropy: bool) -> Any:
-        return forward_rows(
-            self.module, part.rows, self.device, entropy, part.tower, part.length, self.accounting.phase
-        )
+    def _forward(self, parts: Sequence[MicroBatch], entropy: bool) -> Iterator[tuple[MicroBatch, Any]]:
+        """Each micro-batch with its outputs. Before its backward pass the next one is prepared, and encoded if that is early."""
+        ready: Inputs | None = None
+        for part, following in zip_longest(parts, parts[1:]):
+            inputs = ready or self._inputs(part)
+            with self.accounting.phase("forward"):
+                outputs = forward_inputs(self.module, part.rows, inputs, entropy)
+            ready = None if following is None else self._inputs(following, following.early)
+            yield part, outputs
+
+    def _inputs(self, part: MicroBatch, early: bool = False) -> Inputs:
+        with self.accounting.phase("prepare"):
+            inputs = inputs_of(self.module, part.rows, self.device, part.tower, part.length)
+        if not early:
+            return inputs
+        with self.accounting.phase("forward"):
+            return encoded(self.module, inputs)
 
     def _run_pipeline(
         self,
@@ -373,16 +394,22 @@ class TrainingModel:
     def reported_step(
         self, not_finite: Callable[[], Sequence[str]], params: AdamParams | None = None
     ) -> dict[str, float]:
-        """A `step`, with its metrics under the role's name. A skipped one is recorded and logged with the rows ``not_finite``:
-        those of this rank with values that are not finite.
+        """A `step`, and its `report`."""
+        return self.report(self.step(params), self.optimizer.steps - 1, not_finite)
+
+    def report(
+        self, stepped: Mapping[str, Tensor | float], number: int, not_finite: Callable[[], Sequence[str]]
+    ) -> dict[str, float]:
+        """The metrics of a step, the schedule's ``number``, under the role's name. A skipped one is recorded and logged with the
+        rows ``not_finite``: those of this rank with values that are not finite.
         """
-        stepped = self.step(params)
-        if not math.isfinite(stepped["grad_norm"]):
+        metrics = {name: float(value) for name, value in stepped.items()}
+        if not math.isfinite(metrics["grad_norm"]):
             every = dict.fromkeys(name for names in self.ranks.all_gather(list(not_finite()), "dp") for name in names)
-            self.skipped.append(SkippedStep(self.optimizer.steps - 1, stepped["grad_norm"], tuple(every)))
+            self.skipped.append(SkippedStep(number, metrics["grad_norm"], tuple(every)))
             if self.ranks.is_first:
                 log.warning("%s", self.skipped[-1])
-        return {f"{self.role}/{name}": value for name, value in stepped.items()}
+        return {f"{self.role}/{name}": value for name, value in metrics.items()}
 
     # Updates
 
@@ -438,7 +465,7 @@ class TrainingModel:
             metrics[f"perf/unsharded/{self.role}"] = float(UNSHARDED.index(self.config.unsharded))
         return metrics
 
-    def step(self, params: AdamParams | None = None) -> dict[str, float]:
+    def step(self, params: AdamParams | None = None) -> dict[str, Tensor | float]:
         """One optimizer step with the gradients of all ranks; see `Optimizer.step`."""
         self.has_passes = False
         with expandable_segments(self.device), self.residence.using(moments=True, changes=True):
@@ -511,29 +538,40 @@ class Update:
     result: Updated = field(init=False)  # of an update that has ended
 
     def __post_init__(self) -> None:
-        self._steps: list[dict[str, float]] = []
-        self._scores = torch.zeros(self.data["response_mask"].shape)
+        self._steps: list[MadeStep] = []
 
     def minibatches(self) -> Iterator[tuple[DataProto, LossSums]]:
         """Rows, and the sums that `TrainingModel.run` adds to; the optimizer steps when the next ones are asked for."""
         model = self.model
-        for epoch in range(self.epochs):
+        for _ in range(self.epochs):
             for part in self.parts:
                 rows = self.data if part is None else self.data[part]
                 sums = LossSums(f"{model.role}/loss", model.token_weights(rows, self.aggregation), model.device)
                 model.accounting.add(whole_work(model.ranks.all_gather(required_work(model.module, rows), "pp")))
                 yield rows, sums
-                self._steps.append(self._step(rows, sums))
-                if epoch == 0:
-                    self._scores[slice(None) if part is None else torch.from_numpy(part)] = sums.scores.cpu()
+                self._steps.append(MadeStep(rows, sums, model.step(), model.optimizer.steps - 1))
 
     def finish(self) -> None:
-        """Makes the result, with the times and operations that the model has recorded."""
+        """Makes the result, with the times and operations that the model has recorded. Here the host waits for the device."""
+        scores = torch.zeros(self.data["response_mask"].shape)
+        for part, first in zip(self.parts, self._steps, strict=False):  # of the first epoch
+            scores[slice(None) if part is None else torch.from_numpy(part)] = first.sums.scores.cpu()
+        metrics = averages([made.metrics(self.model) for made in self._steps])
         measured = self.model.measured() if self._steps else {}
         rows_of_caller = np.asarray(self.data[ROW]) if ROW in self.data else None
-        self.result = Updated(averages(self._steps) | measured, self._scores, rows_of_caller)
+        self.result = Updated(metrics | measured, scores, rows_of_caller)
 
-    def _step(self, rows: DataProto, sums: LossSums) -> dict[str, float]:
-        """Makes a step, and returns the metrics of all ranks together."""
-        stepped = self.model.reported_step(lambda: names_of_rows(rows, ~sums.finite))
-        return sums.means(self.model.ranks) | stepped
+
+@dataclass(frozen=True)
+class MadeStep:
+    """An optimizer step, whose numbers may be on their way."""
+
+    rows: DataProto
+    sums: LossSums
+    stepped: Mapping[str, Tensor | float]
+    number: int  # in the schedule
+
+    def metrics(self, model: TrainingModel) -> dict[str, float]:
+        """The metrics of all ranks together."""
+        stepped = model.report(self.stepped, self.number, lambda: names_of_rows(self.rows, ~self.sums.finite))
+        return self.sums.means(model.ranks) | stepped
