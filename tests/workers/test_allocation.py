@@ -15,6 +15,9 @@ from workers.training.residence import HostCopies
 from workers.training.training_model import TrainingModel
 
 CUDA = torch.device("cuda")
+PAGES = torch.__version__ >= "2.13"  # which torch 2.11 and 2.12 may not know
+BEGIN = "expandable_segments:True" + ",large_segment_size_mb:128" * PAGES
+END = "expandable_segments:False" + ",large_segment_size_mb:20" * PAGES
 
 
 @pytest.fixture
@@ -36,14 +39,14 @@ def test_segments_expand_until_the_outermost_block_ends(said):
     with expandable_segments(CUDA):
         with expandable_segments(CUDA):
             pass
-        assert said == ["expandable_segments:True"]
-    assert said == ["expandable_segments:True", "expandable_segments:False"]
+        assert said == [BEGIN]
+    assert said == [BEGIN, END]
 
 
 def test_an_error_ends_a_block_too(said):
     with pytest.raises(ArithmeticError), expandable_segments(CUDA):
         raise ArithmeticError
-    assert said == ["expandable_segments:True", "expandable_segments:False"]
+    assert said == [BEGIN, END]
 
 
 def test_what_torch_refuses_is_tried_again_in_the_next_block(said, monkeypatch):
@@ -59,7 +62,7 @@ def test_what_torch_refuses_is_tried_again_in_the_next_block(said, monkeypatch):
     assert torch._C._accelerator_setAllocatorSettings is recorded
     with expandable_segments(CUDA):
         pass
-    assert said == ["expandable_segments:True", "expandable_segments:False"]
+    assert said == [BEGIN, END]
 
 
 @pytest.mark.parametrize("name", VARIABLES)
@@ -133,3 +136,15 @@ def test_a_device_takes_the_kind_of_segments_that_was_asked_for(said):
         within = torch.empty(2**26, dtype=torch.uint8, device=CUDA)
     after = torch.empty(2**26, dtype=torch.uint8, device=CUDA)
     assert [expands(each) for each in (before, within, after)] == [False, True, False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or not PAGES, reason="needs a CUDA device and torch 2.13")
+def test_a_device_is_taken_by_pages_of_128_mb_within_blocks_alone(said):
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    with expandable_segments(CUDA):
+        within = torch.empty(30 << 20, dtype=torch.uint8, device=CUDA)
+    assert torch.cuda.memory_reserved() - held == 128 << 20
+    after = torch.empty(2**29, dtype=torch.uint8, device=CUDA)
+    assert torch.cuda.memory_reserved() - held == (128 << 20) + 2**29
+    assert within.device == after.device
