@@ -205,8 +205,7 @@ def responses_events(ask: Ask, replies: Sequence[Reply]) -> Iterator[str]:
     """``response.created`` to ``response.completed``."""
     (reply,) = replies
     begun = _response(ask, reply, "in_progress", [])
-    events: list[Body] = [{"type": "response.created", "response": begun}]
-    events.append({"type": "response.in_progress", "response": begun})
+    events: list[Body] = [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
     for index, item in enumerate(_items(ask, reply)):
         events += _item_events(index, item)
     done = responses_body(ask, replies)

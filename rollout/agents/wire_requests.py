@@ -43,14 +43,11 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
     """A body of /v1/chat/completions. Raises `Refused`."""
     _check_fields(body, _CHAT)
     messages = []
-    for place, each in enumerate(_list(body.get("messages"), "messages", 1)):
-        name = f"messages[{place}]"
-        message = _mapping(each, name)
+    for name, message in _mappings(_list(body.get("messages"), "messages", 1), "messages"):
         role = _role(message, name, ("system", "developer", "user", "assistant", "tool"))
         calls = []
-        for number, given in enumerate(_list(message.get("tool_calls"), f"{name}.tool_calls")):
-            call = _mapping(given, f"{name}.tool_calls[{number}]")
-            function = _mapping(call.get("function"), f"{name}.tool_calls[{number}].function")
+        for place, call in _mappings(_list(message.get("tool_calls"), f"{name}.tool_calls"), f"{name}.tool_calls"):
+            function = _mapping(call.get("function"), f"{place}.function")
             calls.append(_call(function.get("name"), function.get("arguments"), call.get("id"), name))
         thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
         content = tuple(_parts(message.get("content"), f"{name}.content"))
@@ -80,9 +77,8 @@ def read_responses(body: Mapping[str, Any]) -> Ask:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else _list(given, "input", 1)
     messages = [Message("system", (str(body["instructions"]),))] if body.get("instructions") else []
     answer: dict[str, Any] = {}
-    for place, item in enumerate(items):
-        name = f"input[{place}]"
-        message = _item(_mapping(item, name), name, answer)
+    for name, item in _mappings(items, "input"):
+        message = _item(item, name, answer)
         if message is not None:
             messages += [*_joined(answer), message]
             answer = {}
@@ -143,9 +139,7 @@ def read_messages(body: Mapping[str, Any]) -> Ask:
     _check_fields({f"output_config.{name}": each for name, each in output.items()}, ["output_config.effort"])
     system = tuple(_parts(body.get("system"), "system"))
     messages = [Message("system", system)] if system else []
-    for place, each in enumerate(_list(body.get("messages"), "messages", 1)):
-        name = f"messages[{place}]"
-        message = _mapping(each, name)
+    for name, message in _mappings(_list(body.get("messages"), "messages", 1), "messages"):
         role = _role(message, name, ("system", "user", "assistant"))
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _list(content, f"{name}.content")
@@ -185,9 +179,7 @@ def _block_messages(role: Any, blocks: Sequence[Any], name: str) -> list[Message
     found: list[Message] = []
     content: list[Part] = []
     calls, thoughts, reply_id = list[Call](), list[str](), ""
-    for place, each in enumerate(blocks):
-        field = f"{name}[{place}]"
-        block = _mapping(each, field)
+    for field, block in _mappings(blocks, name):
         kind = block.get("type")
         if kind == "tool_result":
             if content:
@@ -322,6 +314,13 @@ def _mapping(value: Any, field: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise Refused(f"{field}: must be an object, not {type(value).__name__}", field)
     return value
+
+
+def _mappings(values: Sequence[Any], field: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Objects of a list, each with its place for errors."""
+    for place, each in enumerate(values):
+        name = f"{field}[{place}]"
+        yield name, _mapping(each, name)
 
 
 def _role(message: Mapping[str, Any], field: str, known: Sequence[str]) -> Any:
