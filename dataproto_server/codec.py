@@ -4,6 +4,7 @@ import io
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -134,10 +135,8 @@ class PassHeader:
 
 def parse(body: bytes) -> Any:
     """The protobuf message of a body. Raises `Refused` if it is none."""
-    try:
+    with raised_as(partial(Refused, 400), "the body is no ForwardBackwardRequest in protobuf", DecodeError):
         return ForwardBackwardRequest.FromString(body)
-    except DecodeError as error:
-        raise Refused(400, f"the body is no ForwardBackwardRequest in protobuf: {error}") from error
 
 
 def read_header(body: bytes) -> PassHeader:

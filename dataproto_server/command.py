@@ -54,9 +54,8 @@ class Child:
     def start(self) -> None:
         """``-P`` keeps the working directory out of the places from which modules are imported."""
         self.began = time.monotonic()
-        command = [sys.executable, "-P", "-c", self.code]
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-P", "-c", self.code],
             pass_fds=self.passed,
             env=self.environment,
             start_new_session=True,  # Ctrl-C is for the parent
@@ -131,8 +130,7 @@ class Supervisor(ExitStack):
         self.callback(os.close, write)
         engine, listener = f"{directory}/engine", self.listener.fileno()
         told = {"arguments": list(front_arguments), "engine": engine, "pipe": read}
-        front = FRONT.format(**told, listener=listener)
-        self.front = Child("front", front, [listener, read], environment)
+        self.front = Child("front", FRONT.format(**told, listener=listener), [listener, read], environment)
         self.enter_context(ending(self.front.stop))
         code = ENGINE.format(**told, factory=factory, options=options)
         self.engine = Child("engine", code, [read], environment, Path(engine))

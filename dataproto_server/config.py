@@ -151,8 +151,7 @@ class ServeConfig:
     @property
     def models(self) -> dict[str, str | None]:
         """The path of each model's checkpoint by its name; ``None`` if it has none, and the name is that of a hub."""
-        pairs = (each.partition("=") for each in self.model)
-        return {name: path or None for name, _, path in pairs}
+        return {name: path or None for name, _, path in (each.partition("=") for each in self.model)}
 
 
 def parse(arguments: Sequence[str]) -> ServeConfig:

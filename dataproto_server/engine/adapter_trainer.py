@@ -209,11 +209,8 @@ class PackedPart:
     def places(self) -> list[Tensor]:
         """For each row, where its tokens are among the packed ones, ``(N,)`` int64."""
         found: list[Tensor] = []
-        start = 0
-        for shared, length in zip(self.shared, self.lengths, strict=True):
-            own = torch.arange(start, start + length)
+        for shared, own in zip(self.shared, torch.arange(sum(self.lengths)).split(self.lengths), strict=True):
             found.append(torch.cat([found[-1][:shared], own]) if shared else own)
-            start += length
         return found
 
     @property

@@ -252,8 +252,7 @@ class InProcessEngine:
 
         A request of a checkpoint waits while others have no room for it, and later ones after it.
         """
-        waits = self._waiting and is_checkpoint(request.snapshot)
-        if waits or not self._begin(request):
+        if (self._waiting and is_checkpoint(request.snapshot)) or not self._begin(request):
             self._waiting.append(request)
 
     def _begin(self, request: SampleRequest) -> bool:

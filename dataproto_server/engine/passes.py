@@ -175,8 +175,7 @@ def _whole(array: Array) -> Array:
 def _finite(name: str, array: Array, layout: Layout) -> Array:
     with np.errstate(over="ignore"):
         found = np.array(array, dtype=np.float32)
-    if not np.isfinite(found).all():
-        first = int(np.flatnonzero(~np.isfinite(found))[0])
+    for first in np.flatnonzero(~np.isfinite(found)).tolist():
         raise InvalidColumn(f"loss_fn_inputs[{name!r}]{layout.place(first)} is not finite")
     return found
 

@@ -53,14 +53,13 @@ def open_sample(request: SampleRequest, base: BaseModel, adapter: Adapter | None
     opened = OpenSample(request, prompt_scores(request, len(prompt), base.vocabulary))
     seed = request.sampling.seed
     for number in range(1 if request.sampling.temperature == 0 else request.num_samples):
-        source = derive_seed("request", request.request_id, number) if seed is None else derive_seed(seed, number)
         one = AdapterRequest(
             prompt_ids=prompt.prompt_ids,
             input_ids=prompt.input_ids,
             token_types=prompt.token_types,
             position_ids=prompt.position_ids,
             multi_modal_data={"image": [image.image for image in prompt.images]} if prompt.images else {},
-            seed=source,
+            seed=derive_seed("request", request.request_id, number) if seed is None else derive_seed(seed, number),
             uid=request.request_id,
             adapter=adapter,
             images=prompt.images,

@@ -152,10 +152,9 @@ class TrainedMatrices(ABC):
         moments = {}
         for name, matrix in self.matrices.items():
             if f"{name}.step" in tensors:
-                parts = new_moments(cast(nn.Parameter, matrix))
                 moments[matrix] = {
                     part: _taken(tensors, f"{name}.{part}", empty.shape, file).to(empty)
-                    for part, empty in parts.items()
+                    for part, empty in new_moments(cast(nn.Parameter, matrix)).items()
                 }
         if tensors:
             raise CheckpointError(f"{file} has {next(iter(tensors))}, which nothing that is trained has a state for")

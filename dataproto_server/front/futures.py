@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,10 +87,8 @@ class Futures:
     async def wait(self, request_id: str, seconds: float) -> Outcome | None:
         """The outcome of a request, or ``None`` if it is not known in time."""
         found = self.pending[request_id]
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(found.known.wait(), seconds)
-        except TimeoutError:
-            return None
         return found.outcome
 
     def forget(self, finished_before: float) -> None:

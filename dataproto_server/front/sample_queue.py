@@ -173,10 +173,9 @@ class Samples:
     def _waiting(self) -> dict[str, Iterator[tuple[str, int]]]:
         """The requests of each session that were not sent, with their tokens."""
         unsent = [request for request, each in self.flights.items() if not each.sent]
-        found = grouped_by(unsent, lambda request: self.flights[request].session)
         return {
             session: ((request, self.flights[request].tokens(self._contexts)) for request in requests)
-            for session, requests in found.items()
+            for session, requests in grouped_by(unsent, lambda request: self.flights[request].session).items()
         }
 
     async def _send(self, request: str, flight: Flight) -> None:
@@ -189,8 +188,7 @@ class Samples:
     async def _remove_unused(self) -> None:
         """Removes retired directories that nothing needs. Requests are sent while files are removed."""
         async with self._sending:
-            used = {each.directory for each in self.flights.values()} | self._held.keys()
-            unused = self._retired - used
+            unused = self._retired - {each.directory for each in self.flights.values()} - self._held.keys()
             self._retired -= unused
             gone = unused - self.catalogue.directories()  # the end of the last sampling session retires others again
             for directory in gone:

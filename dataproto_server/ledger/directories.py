@@ -9,7 +9,7 @@ import re
 import shutil
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from dataproto.errors import CheckpointError, raised_as, undoing, wait_for_disk
@@ -91,12 +91,8 @@ def is_damaged(directory: Path) -> bool:
 
 def remove_directory(directory: Path) -> None:
     """Removes a directory at once for readers; an absent one is no error."""
-    hidden = _temporary(directory)
-    try:
-        directory.rename(hidden)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(hidden, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        shutil.rmtree(directory.rename(_temporary(directory)), ignore_errors=True)
 
 
 def remove_unfinished(root: Path) -> None:

@@ -222,8 +222,7 @@ class Catalogue:
 
     def checkpoints_of(self, owner: str | None = None, run: str | None = None) -> list[Checkpoint]:
         """Checkpoints of a key or of a run, oldest first."""
-        found = self.checkpoints.values()
-        return [each for each in found if owner in (None, each.owner) and run in (None, each.run)]
+        return [each for each in self.checkpoints.values() if owner in (None, each.owner) and run in (None, each.run)]
 
     def bytes_of(self, owner: str) -> int:
         """What the checkpoints of a key and its samplers take on disk."""

@@ -40,8 +40,7 @@ def strings(metadata: str) -> dict[str, str] | None:
 
 
 def run_info(run: Run, catalogue: Catalogue) -> dict[str, Any]:
-    checkpoints = catalogue.checkpoints_of(run=run.id)
-    last = {each.kind: checkpoint_info(each) for each in checkpoints}
+    last = {each.kind: checkpoint_info(each) for each in catalogue.checkpoints_of(run=run.id)}
     return {
         "training_run_id": run.id,
         "base_model": run.base_model,

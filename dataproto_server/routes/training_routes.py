@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import JSONResponse, Response
 
 from dataproto_server.codec import read_header
-from dataproto_server.front.futures import ACTIVE, PAUSED
+from dataproto_server.front.futures import ACTIVE, PAUSED, PendingResult
 from dataproto_server.front.service import Service
 from dataproto_server.json_requests import Body, CreateModel, LoadWeights, read
 from dataproto_server.ledger import journal
@@ -110,9 +110,13 @@ async def retrieve_future(call: Call) -> Response:
     asked = await call.read(RetrieveFuture)
     call.notes["request"] = asked.request_id[:200]
     outcome = await _outcome(call.service, asked.request_id, call.owner)
+    known = call.service.futures.pending.get(asked.request_id)  # none if it was answered and dropped a moment ago
     if outcome is None:
-        return _not_yet(call.service, asked.request_id)
-    _mark_fetched(call.service, asked.request_id)
+        return _not_yet(call.service, asked.request_id, known)
+    if known is not None:
+        known.fetched = True
+    if known is None or known.sampler is None:
+        call.service.database.later(journal.fetched(asked.request_id, time.time()))
     return Response(outcome.result, media_type=outcome.media)
 
 
@@ -128,21 +132,12 @@ async def _outcome(service: Service, request_id: str, owner: str) -> Outcome | N
     raise Refused(410, f"request {request_id[:200]!r} is not known: send it again")
 
 
-def _not_yet(service: Service, request_id: str) -> Response:
+def _not_yet(service: Service, request_id: str, known: PendingResult | None) -> Response:
     lane = service.scheduler.lanes.get(request_id.rpartition(":")[0])
     state = ACTIVE if service.link.connected and not (lane and lane.resting) else PAUSED
     body = {"type": "try_again", "request_id": request_id, "queue_state": state}
-    known = service.futures.pending.get(request_id)  # none if it was answered and dropped a moment ago
     body["queue_state_reason"] = "" if known is None else known.reason()
     return JSONResponse(body, 408)
-
-
-def _mark_fetched(service: Service, request_id: str) -> None:
-    known = service.futures.pending.get(request_id)
-    if known is not None:
-        known.fetched = True
-    if known is None or known.sampler is None:
-        service.database.later(journal.fetched(request_id, time.time()))
 
 
 class RequestOnly(Body):
