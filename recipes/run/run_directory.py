@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path, PurePath
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dataproto.errors import CheckpointError, InvalidConfig, ending, raised_as, writing
 from recipes.algorithms.function_files import in_users_function, load_named_function
-from recipes.configs.shared.run_config import RunConfig
+from recipes.configs.shared.run_config import RecipeConfig, RunConfig
 from recipes.data.loader import PromptLoader
 from recipes.directory_lock import LOCK_FILE, locked
 from recipes.options import options_of, settings_line, write_options
@@ -29,13 +29,6 @@ from workers.model.model_config import OptimizerConfig, Schedule
 from workers.training.checkpoint import checkpoint_steps, latest_checkpoint, write_json
 
 
-class HasRun(Protocol):
-    """The dataclass that describes a run."""
-
-    @property
-    def run(self) -> RunConfig: ...
-
-
 @dataclass(frozen=True)
 class RecordedRun:
     """The configuration of a run that has no other."""
@@ -43,6 +36,8 @@ class RecordedRun:
     run: RunConfig
 
 
+HasRun = RecipeConfig | RecordedRun
+"""The dataclass that describes a run."""
 Config = TypeVar("Config", bound=HasRun)
 
 
@@ -97,7 +92,7 @@ def with_schedules(config: Config, updates: Mapping[str, int]) -> Config:
     """
     run: RunConfig = config.run
     before = flatten(read_json(run.output_dir / CONFIG_FILE)) if run.resume else {}
-    changed = {}
+    changed: dict[str, Any] = {}
     for name, each in updates.items():
         optimizer: OptimizerConfig = getattr(config, name)
         with_function(optimizer)  # which refuses a wrong name or file
@@ -126,7 +121,7 @@ def with_schedules(config: Config, updates: Mapping[str, int]) -> Config:
                 f"{option}: the {optimizer.schedule} schedule ends with step {total // each} (before {began // each})"
             )
         changed[name] = over_the_run(optimizer, total)
-    return replace(config, **changed)  # type: ignore[type-var]
+    return replace(config, **changed)
 
 
 @contextmanager
@@ -217,7 +212,7 @@ def open_run_directory(
     asked = config
     if loader is not None:
         check_position(config.run, loader)
-        config = replace(config, run=over_epochs(config.run, loader))  # type: ignore[type-var]
+        config = replace(config, run=over_epochs(config.run, loader))
     config = with_schedules(config, updates or {})
     run: RunConfig = config.run
     directory = run.output_dir
@@ -227,7 +222,7 @@ def open_run_directory(
         if run.overwrite:
             _delete_earlier(directory)
         directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / CONFIG_FILE, asdict(config) | ({CHANGES: changes} if changes else {}))  # type: ignore[call-overload]
+    write_json(directory / CONFIG_FILE, asdict(config) | ({CHANGES: changes} if changes else {}))
     write_options(directory, asked)
     if hasattr(config, "preset"):
         print(settings_line(asked))
