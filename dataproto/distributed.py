@@ -205,8 +205,8 @@ class GroupRanks:
 
     def carrier(self) -> torch.device:
         """The device to send bytes from and to: the host, if the backend of the group supports it."""
-        config = str(dist.get_backend_config(self.group))  # The form is cpu:gloo,cuda:nccl.
-        kinds = [part.split(":")[0] for part in config.split(",")]
+        # The form is cpu:gloo,cuda:nccl.
+        kinds = [part.split(":")[0] for part in str(dist.get_backend_config(self.group)).split(",")]
         return (
             torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())
         )

@@ -278,11 +278,8 @@ def ending(*ends: Callable[[], object]) -> Iterator[None]:
     """
     try:
         yield
-    except GeneratorExit:  # The caller reads no further, which is no error.
-        end_after(None, *ends)
-        raise
-    except BaseException as error:
-        end_after(error, *ends)
+    except BaseException as error:  # Of `GeneratorExit`: the caller reads no further, which is none.
+        end_after(None if isinstance(error, GeneratorExit) else error, *ends)
         raise
     end_after(None, *ends)
 

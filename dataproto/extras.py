@@ -20,8 +20,7 @@ def require_extra(extra: str, user: str, *packages: str) -> None:
     """
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
-        message = f"{user} needs {', '.join(missing)}: pip install 'dataproto-vlm[{extra}]'"
-        raise MissingPackage(message, name=user)
+        raise MissingPackage(f"{user} needs {', '.join(missing)}: pip install 'dataproto-vlm[{extra}]'", name=user)
 
 
 def installed_version(package: str) -> str | None:
@@ -34,12 +33,11 @@ def installed_version(package: str) -> str | None:
 
 def unimportable_modules() -> list[ModuleType]:
     """The modules that other processes cannot import by their name, such as a user's file that was loaded by its path."""
-    finders = [finder.find_spec for finder in sys.meta_path]
     return [
         module
         for name, module in list(sys.modules.items())
         if getattr(module, "__file__", None)
         and "." not in name
         and name != "__main__"
-        and not any(find(name, None) for find in finders)
+        and not any(finder.find_spec(name, None) for finder in sys.meta_path)
     ]

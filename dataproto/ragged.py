@@ -247,8 +247,7 @@ class RaggedTensor:
             return False
         if not np.array_equal(self._lengths, other._lengths):
             return False
-        same_rows = np.array_equal(self._starts, other._starts)
-        if same_rows and memory_key(self._storage) == memory_key(other._storage):
+        if np.array_equal(self._starts, other._starts) and memory_key(self._storage) == memory_key(other._storage):
             return True
         return same_tensor(self.values, other.values)
 

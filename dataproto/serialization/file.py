@@ -403,8 +403,7 @@ class Reader:
             if dtype.itemsize == 0:  # Numpy would allocate one byte for each claimed element.
                 raise FileFormatError("elements of an array take no bytes")
             data = self._bytes(node) if dtype.kind == "U" else tensor_bytes(self._sections.take(node["data"])).numpy()
-            if dtype.kind == "U":
-                _check_text(data, dtype)
+            _check_text(data, dtype)
             return array_of(data, dtype, _shape(node["shape"]))
         if tag == "image":
             return images.decode_image(node, self._bytes(node).data, self.tree(node["info"]))
@@ -446,8 +445,7 @@ def _scalar(tag: str, value: Any, node: dict[str, Any]) -> Any:
     dtype = _dtype(node["dtype"])
     if len(raw) != dtype.itemsize:
         raise FileFormatError(f"{len(raw)} bytes do not make a {dtype}")
-    if dtype.kind == "U":
-        _check_text(raw, dtype)
+    _check_text(raw, dtype)
     return np.frombuffer(raw, dtype=dtype)[0] if raw else np.zeros((), dtype)[()]
 
 
@@ -470,7 +468,7 @@ def _check_keys(keys: list[Any]) -> None:
 
 
 def _check_text(data: bytes | np.ndarray, dtype: np.dtype[Any]) -> None:
-    if len(data) and np.frombuffer(data, dtype=f"{dtype.str[0]}u4").max() > 0x10FFFF:
+    if dtype.kind == "U" and len(data) and np.frombuffer(data, dtype=f"{dtype.str[0]}u4").max() > 0x10FFFF:
         raise FileFormatError("a text array holds an invalid character")
 
 

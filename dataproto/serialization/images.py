@@ -68,8 +68,7 @@ def same_image(left: Any, right: Any) -> bool:
     """Whether mode, size, palette, transparency and pixels are equal; ignores the class and the rest of ``info``."""
     if (left.mode, left.size) != (right.mode, right.size) or palette_of(left) != palette_of(right):
         return False
-    same_alpha = left.info.get("transparency") == right.info.get("transparency")
-    return same_alpha and bool(left.tobytes() == right.tobytes())
+    return left.info.get("transparency") == right.info.get("transparency") and bool(left.tobytes() == right.tobytes())
 
 
 class _ArrowArray(ctypes.Structure):

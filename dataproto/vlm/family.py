@@ -381,12 +381,11 @@ class VLMFamily(PromptLayout, ForwardCosts):
         made: with a cache packed rows are wrong.
         """
         decoder = model.get_submodule(self.language_model)
-        cached = {} if cache is None else {cache_argument(type(decoder).forward): cache}
         hidden: Tensor = decoder(
             inputs_embeds=embeddings,
             position_ids=position_ids,
             use_cache=cache is not None,
-            **cached,
+            **({} if cache is None else {cache_argument(type(decoder).forward): cache}),
             **(extras or {}),
             **kwargs,
         ).last_hidden_state

@@ -59,9 +59,8 @@ class Slices(PartedImages):
     def image_inputs(self, made: Mapping[str, Any]) -> dict[str, Tensor]:
         """From pixels ``(1, 3, size, patches * size)``."""
         channels, size, _ = made["pixel_values"][0].shape
-        patches = made["pixel_values"][0].reshape(channels, size, -1, size).permute(2, 0, 1, 3).contiguous()
         return {
-            "pixel_values": patches,
+            "pixel_values": made["pixel_values"][0].reshape(channels, size, -1, size).permute(2, 0, 1, 3).contiguous(),
             "target_sizes": torch.as_tensor(made["target_sizes"]).long(),
             "image_slices": torch.tensor([list(made["grids"][0])]),
         }

@@ -63,10 +63,9 @@ class SoundAndGrids(PatchGrids):
 
     def smallest(self, config: Any) -> dict[str, Tensor]:
         """An image of one feature and a sound of one."""
-        sound = torch.zeros(self.fewest, config.audio_config.num_mel_bins)
         return {
             **super().smallest(config),
-            "input_features": sound,
+            "input_features": torch.zeros(self.fewest, config.audio_config.num_mel_bins),
             "audio_feature_lengths": torch.tensor([self.fewest]),
         }
 
