@@ -278,7 +278,7 @@ def ending(*ends: Callable[[], object]) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:  # Of `GeneratorExit`: the caller reads no further, which is none.
+    except BaseException as error:  # `GeneratorExit` is no error: the caller reads no further.
         end_after(None if isinstance(error, GeneratorExit) else error, *ends)
         raise
     end_after(None, *ends)

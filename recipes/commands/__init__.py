@@ -81,7 +81,12 @@ def _main(arguments: Sequence[str]) -> int:
         show_help(usage())
         return 0
     if name == "--version":
-        return _show_version()
+        try:
+            print(f"dataproto {version('dataproto-vlm')}")
+        except PackageNotFoundError:
+            print("error: the package dataproto-vlm is not installed, so its version is unknown", file=sys.stderr)
+            return 2
+        return 0
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
@@ -94,15 +99,6 @@ def _main(arguments: Sequence[str]) -> int:
     with exit_status(rest, resumes=False) as status:
         config = _function(options, "parse")(rest)
     return status.code or int(_function(module, "main")(rest, config))
-
-
-def _show_version() -> int:
-    try:
-        print(f"dataproto {version('dataproto-vlm')}")
-    except PackageNotFoundError:
-        print("error: the package dataproto-vlm is not installed, so its version is unknown", file=sys.stderr)
-        return 2
-    return 0
 
 
 def places(name: str) -> tuple[str, str]:

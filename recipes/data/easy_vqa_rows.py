@@ -90,13 +90,10 @@ class EasyVQARows(Sequence[dict[str, Any]]):
         A question that is asked only once gets the picture of any other row.
         """
         asked = np.array([question.question for question in self.questions])
-        random, order, alone = np.random.default_rng(seed), np.arange(len(self)), list[int]()
+        random, order = np.random.default_rng(seed), np.arange(len(self))
         for text in sorted(set(asked.tolist())):
             places = random.permutation(np.flatnonzero(asked == text))
-            order[places] = np.roll(places, 1)
-            alone += places.tolist() if len(places) == 1 else []
-        for place in alone:
-            order[place] = (place + 1) % len(self)
+            order[places] = np.roll(places, 1) if len(places) > 1 else (places + 1) % len(self)
         return replace(self, shown=tuple(self.shown[place] for place in order), source=f"{self.source}_other_pictures")
 
     def without_pictures(self) -> "EasyVQARows":

@@ -7,6 +7,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from dataproto.vlm import family_of
@@ -118,9 +119,8 @@ def _pipeline_stretch(setting: Setting, passes: Passes, parts: Sequence[MicroBat
     config, compute, stages = setting.config, setting.compute, setting.layout.pp
     tower, head = passes.vision / (TOWER * setting.device.peak), passes.head / (PRODUCTS * setting.device.peak)
     key = ("stages", stages, compute.activation_checkpointing, compute.freeze_vision, compute.pipeline_layers)
-    given = compute.pipeline_layers
     split = setting.batch.once(
-        key, lambda: stage_layers(typical_costs(family_of(config), config, compute), stages, given)
+        key, lambda: stage_layers(typical_costs(family_of(config), config, compute), stages, compute.pipeline_layers)
     )
     counts = [len(each) for each in split]
     layer = (_language_seconds(setting, passes) - head) / sum(counts)
@@ -249,11 +249,7 @@ def decoding_steps(responses: Sequence[int], rows: int) -> list[int]:
         heapq.heappush(free, start + length)
         changes[start] = changes.get(start, 0) + 1
         changes[start + length] = changes.get(start + length, 0) - 1
-    running, found = 0, []
-    for step in range(max(free, default=0)):
-        running += changes.get(step, 0)
-        found.append(running)
-    return found
+    return list(accumulate(changes.get(step, 0) for step in range(max(free, default=0))))
 
 
 def generation_seconds(setting: Setting, share: BatchSizes, rows: int) -> float:

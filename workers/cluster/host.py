@@ -102,14 +102,8 @@ class Host:
         self.rank = rank
         self.report("connecting to the other ranks")
         host, port = address.rsplit(":", 1)
-        variables = {
-            "RANK": self.rank,
-            "WORLD_SIZE": layout.world_size,
-            "LOCAL_RANK": 0,
-            "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-        }
-        os.environ.update({name: str(value) for name, value in variables.items()})
+        os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(layout.world_size), LOCAL_RANK="0")
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if layout.world_size > 1:
@@ -226,14 +220,13 @@ def log_progress() -> None:
     """Writes the progress that our packages report to the process's error output. Ray keeps that in a file of the process
     (``worker-*.err`` in its folder of logs), and `RayConfig.show_logs` prints it at the driver.
     """
-    to_handler = {"level": "INFO", "handlers": ["progress"], "propagate": False}
     logging.config.dictConfig(
         {
             "version": 1,
             "disable_existing_loggers": False,
             "formatters": {"time": {"format": "%(asctime)s %(message)s", "datefmt": "%H:%M:%S"}},
             "handlers": {"progress": {"class": "logging.StreamHandler", "formatter": "time"}},
-            "loggers": dict.fromkeys(PACKAGES, to_handler),
+            "loggers": {name: {"level": "INFO", "handlers": ["progress"], "propagate": False} for name in PACKAGES},
         }
     )
 
