@@ -110,7 +110,7 @@ presets() {
 }
 
 flash=$(python -c "import flash_attn.cute" 2> /dev/null && echo fa4 || echo torch)
-two=(--gpus 2 --size 7b --prompts 128 --minibatch 32 --token-budget 11776 --scoring-token-budget 32768 --unsharded weights)
+two=(--gpus 2 --size 7b --prompts 128 --minibatch 32 --token-budget 9472 --scoring-token-budget 32768 --unsharded weights)
 
 for part in "$@"; do
     case $part in
