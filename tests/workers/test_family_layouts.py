@@ -32,7 +32,7 @@ PRODUCTS = {
 }
 FILM_LAYOUTS = {"dp 2": Layout(dp=2), "sp 2": Layout(sp=2), "tp 2": Layout(tp=2), "pp 2": Layout(pp=2)}
 VIDEO_TYPES = [each for each in ALL_TYPES if takes_video(each)]
-RATES = {"gemma4+per_layer": 1e-4}
+RATES = dict.fromkeys(("gemma4+per_layer", "gemma4+moe"), 1e-4)
 """Learning rates where gradients that are zero but for rounding move weights too far; see `SLOWLY` in `test_pipeline.py`."""
 LAYOUTS = {
     "dp 2": Layout(dp=2),
