@@ -6,6 +6,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dataproto.errors import InvalidConfig
+from workers.training import optimizer as optimizer_module
 from workers.training.optimizer import (
     Optimizer,
     OptimizerConfig,
@@ -110,6 +111,14 @@ def test_clipping_counts_every_gradient_once_and_passes_over_those_that_are_not_
     assert clip_by_global_norm([parameters[:1], parameters[1:]], max_norm=10.0) == pytest.approx(2.5)
     assert parameters[0].grad.tolist() == pytest.approx([1.5, 0.0])
     assert clip_by_global_norm([parameters[2:]], max_norm=1.0) == 0.0
+
+
+def test_the_norm_over_stages_is_not_rounded(monkeypatch):
+    """All stages clip by the same factor, that of a norm in float64."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([1.0])
+    monkeypatch.setattr(optimizer_module, "gathered", lambda norms, stages: [norms, [2.0]])
+    assert float(clip_by_global_norm([[parameter]], max_norm=0.1, stages=object())) == math.hypot(1, 2)
 
 
 def test_gradients_that_are_not_finite_are_left_as_they_are():

@@ -212,7 +212,7 @@ def clip_by_global_norm(
     norms = [group_norm(group) for group in counted if group]
     if stages is not None:
         every = [norm for stage in gathered([float(norm) for norm in norms], stages) for norm in stage]
-        norms = [torch.tensor(math.hypot(*every))] if every else []
+        norms = [torch.tensor(math.hypot(*every), dtype=torch.float64)] if every else []
     if not norms:
         return torch.zeros(())
     norm = norms[0] if len(norms) == 1 else torch.stack([each.double() for each in norms]).norm()
