@@ -23,7 +23,6 @@ MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256), "muon": 8.0}  # of
 FOUR_BIT_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # of each number: with its share of the scales, and of their scales
 EXPANDED_BYTES = 14  # of each number of a weight of 4 bits while it is expanded: indices, halves and the result
 CHUNK = 2**28  # logits in memory at a time
-PATCHES = 4  # of a token of media
 LOGIT_BYTES, SCORED_LOGIT_BYTES = 13, 8  # of each of them and what is computed from it, with its gradient and without
 
 
@@ -97,9 +96,7 @@ def updating(setting: Setting, memory: RoleMemory, role: Role) -> RoleMemory:
     layers = 1 / layout.pp * min(len(parts), layout.pp)  # a stage keeps as many micro-batches as stages follow it
     activations = fullest.tokens * (per_token.kept * layers / layout.tp + per_token.again)
     activations += exchanged(setting, max(part.tokens for part in parts), learns=True)
-    early = (
-        len(parts) > 1 and layout.pp == 1 and fullest.patches <= PATCHES * EARLY
-    )  # also those of the next micro-batch
+    early = len(parts) > 1 and layout.pp == 1 and fullest.patches <= EARLY  # also those of the next micro-batch
     tower = fullest.patches * (per_patch.kept * (1 + early) + per_patch.again) / (layout.tp * layout.sp)
     text, logits = config.get_text_config(), 0.0
     if role != "critic":  # a chunk of them, and the gradient of the head in float32 while its chunks are summed

@@ -47,11 +47,12 @@ def test_media_of_all_rows_count_and_those_of_a_shared_prompt_once(actor):
     assert media_tokens(actor.module, data[[row, row]]) == alone[row]  # all of its media lie in its prompt
 
 
-@pytest.mark.parametrize("actor", FAMILIES[:1], indirect=True)
-def test_a_micro_batch_with_many_media_is_not_encoded_early(actor, monkeypatch):
+@pytest.mark.parametrize(("actor", "patches"), [("qwen2_5_vl", 4), ("minicpmv4_6", 16)], indirect=["actor"])
+def test_a_micro_batch_with_many_patches_is_not_encoded_early(actor, patches, monkeypatch):
+    """Of a token a tower has 4 patches, or 16, and by these its work and its activations grow."""
     data = rows_of(actor)
     (part,) = planning.micro_batches(data, actor.module, 10_000)
-    most = media_tokens(actor.module, part.rows)
+    most = patches * media_tokens(actor.module, part.rows)
     for limit, early in ((most, True), (most - 1, False)):
         monkeypatch.setattr(planning, "EARLY", limit)
         (part,) = planning.micro_batches(data, actor.module, 10_000)

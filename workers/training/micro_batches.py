@@ -24,8 +24,8 @@ from workers.training.forward_pass import PreparedRows, media_of, media_tokens, 
 
 NOTHING = slice(0, 0)
 
-EARLY = 1024
-"""Up to so many tokens of media on each rank are encoded before the backward pass of the micro-batch before. A tower computes
+EARLY = 4096
+"""Up to so many patches of media on each rank are encoded before the backward pass of the micro-batch before. A tower computes
 these faster than the host launches its kernels, and only there is the host ahead of the device. Meanwhile they keep up to 4 GB.
 """
 
@@ -67,7 +67,8 @@ def micro_batches(
     rows = [inert_rows(module) if part == NOTHING else chosen[part] for part in parts]
     indices = [part if places is None or part == NOTHING else places[part] for part in parts]
     lengths = common_lengths(rows, module, ranks)
-    media = [media_tokens(module, part) for part in rows]
+    patches = module.family.merge_size(module.model.config) ** 2  # of a token of media: 4, or 16 in Gemma 3
+    media = [patches * media_tokens(module, part) for part in rows]
     flags, counts = zip(*ranks.all_gather((needs_tower(module, rows), media), "dp"), strict=True)
     towers = [any(each) for each in zip(*flags, strict=True)]
     early = [max(each) <= EARLY for each in zip(*counts, strict=True)]
