@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from workers import ActorConfig
 from workers.model.packed_model import PackedVLM
 from workers.roles.actor import ActorWorker
 from workers.training import micro_batches as planning
+from workers.training import training_model
 from workers.training.forward_pass import media_tokens
 from workers.training.optimizer import Optimizer, OptimizerConfig
 
@@ -78,6 +80,42 @@ def test_the_tower_is_ahead_of_the_backward_pass(actor, early, monkeypatch):
     actor.update(data, loss)
     assert len(parts) > 2
     assert found == [sum(towers[: number + 1 + early]) for number in range(len(parts))]
+
+
+@pytest.mark.parametrize("actor", FAMILIES[:1], indirect=True)
+def test_no_micro_batch_keeps_its_media_during_its_backward_pass(actor, monkeypatch):
+    """Those of the next one are there already."""
+    held: list[ref] = []
+    inputs_of = training_model.inputs_of
+
+    def noted(*args):
+        made = inputs_of(*args)
+        if made.media is not None:
+            held.append(ref(made.media))
+        return made
+
+    monkeypatch.setattr(training_model, "inputs_of", noted)
+    monkeypatch.setattr(planning, "EARLY", -1)
+    counts: list[int] = []
+
+    def loss(outputs, rows):
+        counts.append(sum(each() is not None for each in held))
+        return pg_loss(outputs, rows)
+
+    actor.update(rows_of(actor), loss)
+    assert len(counts) > 2
+    assert max(counts) == 1
+
+
+@pytest.mark.parametrize("actor", FAMILIES[:1], indirect=True)
+def test_an_update_keeps_no_copies_of_the_rows_of_its_mini_batches(actor):
+    held: list[ref] = []
+    with actor.model.updating(rows_of(actor)[:6], minibatch=2, epochs=2) as update:
+        for rows, sums in update.minibatches():
+            held.append(ref(rows))
+            actor.model.run(rows, pg_loss, sums)
+            assert sum(each() is not None for each in held) <= 2
+    assert len(held) > 4
 
 
 @pytest.mark.parametrize("actor", FAMILIES, indirect=True)

@@ -331,6 +331,7 @@ class TrainingModel:
             inputs = ready or self._inputs(part)
             with self.accounting.phase("forward"):
                 outputs = forward_inputs(self.module, part.rows, inputs, entropy)
+            del inputs  # which would keep pixels during the backward pass
             ready = None if following is None else self._inputs(following, following.early)
             yield part, outputs
 
@@ -549,14 +550,14 @@ class Update:
                 sums = LossSums(f"{model.role}/loss", model.token_weights(rows, self.aggregation), model.device)
                 model.accounting.add(whole_work(model.ranks.all_gather(required_work(model.module, rows), "pp")))
                 yield rows, sums
-                self._steps.append(MadeStep(rows, sums, model.step(), model.optimizer.steps - 1))
+                self._steps.append(MadeStep(part, sums, model.step(), model.optimizer.steps - 1))
 
     def finish(self) -> None:
         """Makes the result, with the times and operations that the model has recorded. Here the host waits for the device."""
         scores = torch.zeros(self.data["response_mask"].shape)
         for part, first in zip(self.parts, self._steps, strict=False):  # of the first epoch
             scores[slice(None) if part is None else torch.from_numpy(part)] = first.sums.scores.cpu()
-        metrics = averages([made.metrics(self.model) for made in self._steps])
+        metrics = averages([made.metrics(self.model, self.data) for made in self._steps])
         measured = self.model.measured() if self._steps else {}
         rows_of_caller = np.asarray(self.data[ROW]) if ROW in self.data else None
         self.result = Updated(metrics | measured, scores, rows_of_caller)
@@ -566,12 +567,13 @@ class Update:
 class MadeStep:
     """An optimizer step, whose numbers may be on their way."""
 
-    rows: DataProto
+    part: np.ndarray | None  # the rows; not their copies, which would add up over an update
     sums: LossSums
     stepped: Mapping[str, Tensor | float]
     number: int  # in the schedule
 
-    def metrics(self, model: TrainingModel) -> dict[str, float]:
-        """The metrics of all ranks together."""
-        stepped = model.report(self.stepped, self.number, lambda: names_of_rows(self.rows, ~self.sums.finite))
+    def metrics(self, model: TrainingModel, data: DataProto) -> dict[str, float]:
+        """The metrics of all ranks together; ``data`` are the rows of the update."""
+        rows = slice(None) if self.part is None else self.part
+        stepped = model.report(self.stepped, self.number, lambda: names_of_rows(data[rows], ~self.sums.finite))
         return self.sums.means(model.ranks) | stepped
