@@ -88,7 +88,7 @@ class Optimizer:
         by_muon = {id(matrix) for matrix in matrices if matrix.requires_grad} if config.kind == "muon" else set()
         chosen = [each for each in self.parameters if id(each) in by_muon]
         self.muon = Muon(chosen, config.lr, config.weight_decay) if chosen else None
-        self.adamw: Any = _adamw([each for each in self.parameters if id(each) not in by_muon], config)
+        self.adamw = _adamw([each for each in self.parameters if id(each) not in by_muon], config)
         self.rules = [rule for rule in (self.adamw, self.muon) if rule is not None]
         self.stages, self.repeated = stages, frozenset(map(id, repeated))
         self.steps = 0  # of the schedule; skipped ones count
@@ -118,10 +118,10 @@ class Optimizer:
                 group["lr"] = lr
             group.update(betas=betas, eps=eps, weight_decay=decay)
         skip = ~norm.isfinite()
-        if self.adamw is not None and self.config.kind == "adamw":
-            self.adamw.found_inf = skip.float()  # as `torch.amp.GradScaler` tells the kernel to change nothing
-        if self.config.kind == "adamw" or not skip:
-            for rule in self.rules:
+        for rule in self.rules:
+            if isinstance(rule, SkippingAdamW):
+                rule.step_unless(skip)
+            elif not skip:
                 rule.step()
         self._skipped = move(self._skipped, skip.device) + skip
         self.steps += 1
@@ -158,6 +158,15 @@ class Optimizer:
         self.steps, self._skipped = steps, torch.tensor(float(skipped_steps))
 
 
+class SkippingAdamW(torch.optim.AdamW):
+    """Fused AdamW that skips a step by a number on the device."""
+
+    def step_unless(self, skip: Tensor) -> None:
+        """A step whose kernel changes nothing where ``skip`` () is true, told as `torch.amp.GradScaler` tells it."""
+        self.found_inf = skip.float()
+        self.step()
+
+
 def _adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer | None:
     groups = group_by_layout(parameters)  # the fused kernel takes parameters of one layout
     if not groups:
@@ -165,7 +174,7 @@ def _adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch
     if config.kind == "adamw8bit":
         return adamw_8bit(groups, config, EPS)
     size = PARAMETERS_A_CALL
-    return torch.optim.AdamW(
+    return SkippingAdamW(
         [{"params": group[first : first + size]} for group in groups for first in range(0, len(group), size)],
         lr=config.lr,
         betas=config.betas,
