@@ -43,7 +43,8 @@ def prompt_names(prompts: DataProto) -> list[str]:
 
 
 def build_requests(prompts: DataProto, sampling: SamplingParams, call: int = 0) -> list[Request]:
-    """``n`` consecutive requests for each row of prompts. The samples of a prompt share its tensors.
+    """``n`` consecutive requests for each row of prompts. The samples of a prompt share its tensors, and so do rows with the same
+    tokens that follow each other, such as samples of a prompt that continue later.
 
     Each sample's random stream derives from (sampling.seed, the row's ``uid``, the sample's number). Samples are numbered across
     all rows of a uid, so that ``prompts.repeat(n)`` with one sample each draws the same as ``prompts`` with ``n``. Without uids
@@ -60,10 +61,13 @@ def build_requests(prompts: DataProto, sampling: SamplingParams, call: int = 0) 
         return prompts[name] if name in prompts else [absent] * len(prompts)
 
     raw, data, inputs = column("raw_prompt_ids", ()), column("multi_modal_data", {}), column("multi_modal_inputs", {})
-    requests = []
+    requests: list[Request] = []
     for row in range(len(prompts)):
         mask, first = attended[row], int(occurrences[row]) * sampling.n
         tensors = (prompts["input_ids"][row, mask], types[row, mask], prompts["position_ids"][row][..., mask])
+        if requests:  # media tell prompts apart that have the same tokens
+            before = requests[-1].input_ids, requests[-1].token_types, requests[-1].position_ids
+            tensors = before if all(map(torch.equal, tensors, before)) else tensors
         requests += [
             Request(raw[row], *tensors, data[row], inputs[row], derive_seed(*source, names[row], sample), names[row])
             for sample in range(first, first + sampling.n)

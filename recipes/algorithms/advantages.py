@@ -177,8 +177,7 @@ def greedy_baseline_advantage(
     if baselines.shape != token_level_rewards.shape[:1]:
         raise RowCountMismatch(f"{tuple(baselines.shape)} baselines for rewards {tuple(token_level_rewards.shape)}")
     _same_shape(response_mask, rewards=token_level_rewards)
-    zeros = torch.zeros_like(token_level_rewards)
-    returns, _ = gae(token_level_rewards, zeros, response_mask, trajectory=trajectory)
+    returns, _ = gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask, trajectory=trajectory)
     return torch.where(response_mask != 0, returns - baselines.to(returns.device)[:, None], 0.0)
 
 

@@ -48,8 +48,7 @@ def last_rows(data: DataProto) -> DataProto:
     """The last row of each trajectory, which knows how its episode ended; all rows of a batch without trajectories."""
     if "trajectory" not in data:
         return data
-    last = {name: row for row, name in enumerate(data["trajectory"])}
-    return data[sorted(last.values())]
+    return data[sorted({name: row for row, name in enumerate(data["trajectory"])}.values())]
 
 
 def _of_responses(values: Tensor, data: DataProto, ends: DataProto) -> Tensor:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from dataproto import DataProto
+from dataproto import DataProto, object_array
 from helpers.checkpoints import write_checkpoint
 from rollout.engine import SamplingParams
 from rollout.prompts import PromptBuilder
@@ -41,6 +41,24 @@ def test_repeated_rows_are_further_samples_by_hand():
     assert streams(batch(["a", "a", "b", "b"])) == several
     assert streams(batch(["a", "b", "a", "b"])) == [several[0], several[2], several[1], several[3]]
     assert streams(batch([7, "7"])) == streams(batch(["7", "7"]))  # one and the same name
+
+
+def test_equal_rows_that_follow_each_other_share_their_prompt():
+    """Engines read such a prompt once. Samples that are rows of their own were read one by one."""
+    data = batch(["a", "a", "b", "b", "b"])
+    data["input_ids"] = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4], [1, 2]])
+    requests = build_requests(data, SamplingParams(n=2))
+    keys = [request.prompt_key for request in requests]
+    assert [keys.index(key) for key in keys] == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
+    assert [request.input_ids.tolist() for request in requests[::2]] == data["input_ids"].tolist()
+
+
+def test_rows_with_other_pictures_share_no_prompt():
+    data = batch(["a", "a", "b"])
+    pictures = [{"image": [Image.new("RGB", (2, 2))]} for _ in range(2)]
+    data["multi_modal_data"] = object_array([pictures[0], pictures[0], pictures[1]])
+    first, second, third = (request.prompt_key for request in build_requests(data, SamplingParams()))
+    assert first == second != third
 
 
 @given(

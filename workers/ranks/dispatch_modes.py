@@ -75,8 +75,7 @@ def split_rows(call: Arguments, parts: int) -> list[Arguments]:
 def _parts(value: Any, parts: int) -> Sequence[Any]:
     if not isinstance(value, DataProto):
         return [value] * parts
-    bounds = even_bounds(_row_sizes(value), parts)
-    return [value[start:stop] for start, stop in pairwise(bounds)]
+    return [value[start:stop] for start, stop in pairwise(even_bounds(_row_sizes(value), parts))]
 
 
 def row_counts(calls: Sequence[Arguments]) -> list[int]:
