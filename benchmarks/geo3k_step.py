@@ -208,7 +208,8 @@ def timed_steps(
     """Seconds, tokens/s and phases of a warm-up step and the measured ones."""
     state, loader, steps = StepState(), LookAhead(Steps(prompts)), 1 + arguments.steps
     original = roles.rollout
-    batches, measure = carry_samples(roles, loader, staleness, state, steps, apart)
+    # As in the midst of a run: its last step waits for the longest of its samples, and nothing is carried out of it.
+    batches, measure = carry_samples(roles, loader, staleness, state, steps + (not apart), apart)
     make_step = grpo_step_in_parts if staleness == 0 else grpo_step
     correction = "token" if "quantization" in json.loads(arguments.rollout) else "none"
     config = GRPOConfig(n=arguments.samples, kl_coef=0.01, minibatch=arguments.minibatch, correction=correction)
