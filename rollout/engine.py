@@ -111,9 +111,8 @@ class Request:
     @property
     def prompt_key(self) -> Hashable:
         """Equal for requests whose prompts are one, which is read once: they share its tensor of ids and its media."""
-        shown = media_identity(self.multi_modal_inputs)  # tensors, the same objects on all ranks of an engine
         data = tuple((kind, *map(id, media)) for kind, media in self.multi_modal_data.items())
-        return id(self.input_ids), shown or data
+        return id(self.input_ids), media_identity(self.multi_modal_inputs) or data  # as on all ranks of an engine
 
 
 def row_name(number: int, uid: str, sampling: SamplingParams) -> str:

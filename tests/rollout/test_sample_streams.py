@@ -1,5 +1,7 @@
 """Which random stream a sample draws from: repeated prompts, parted batches, batches without uids, successive calls."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +61,16 @@ def test_rows_with_other_pictures_share_no_prompt():
     data["multi_modal_data"] = object_array([pictures[0], pictures[0], pictures[1]])
     first, second, third = (request.prompt_key for request in build_requests(data, SamplingParams()))
     assert first == second != third
+
+
+def test_rows_share_a_prompt_on_all_ranks_or_on_none():
+    """Views of the same memory arrive as one tensor at another rank of an engine, which took other steps then."""
+    sent, pixels = batch(["a", "b", "c"]), torch.ones(4, 8)
+    shown = pixels, pixels[:], pixels.clone()
+    sent["multi_modal_inputs"] = object_array([{"pixel_values": each} for each in shown])
+    for rows in (sent, pickle.loads(pickle.dumps(sent))):
+        first, second, third = (request.prompt_key for request in build_requests(rows, SamplingParams()))
+        assert first == second != third
 
 
 @given(
