@@ -208,7 +208,7 @@ def timed_steps(
     """Seconds, tokens/s and phases of a warm-up step and the measured ones."""
     state, loader, steps = StepState(), LookAhead(Steps(prompts)), 1 + arguments.steps
     original = roles.rollout
-    # As in the midst of a run: its last step waits for the longest of its samples, and nothing is carried out of it.
+    # One step more than are timed: the last step of a run carries no samples on, and waits for the longest of them.
     batches, measure = carry_samples(roles, loader, staleness, state, steps + (not apart), apart)
     make_step = grpo_step_in_parts if staleness == 0 else grpo_step
     correction = "token" if "quantization" in json.loads(arguments.rollout) else "none"

@@ -20,8 +20,8 @@ from rollout.vllm.sampler import CLOSED, Float32Head
 from rollout.vllm.second_runner import SecondRunnerSampler
 
 MOST_DRAWN = 32_768
-"""So many tokens of a larger vocabulary can be drafts: those that samples have drawn most. With few rows, to read the output
-projection of the whole vocabulary for each draft takes a sixth of a step's time.
+"""The number of tokens of a larger vocabulary that drafts are chosen from: those that samples have drawn most often. With few
+rows it takes a sixth of a step's time to read the output projection of the whole vocabulary for each draft.
 """
 
 STEPS_AHEAD = 64
@@ -108,7 +108,7 @@ class HeadSampler(SecondRunnerSampler):
 
 
 def most_drawn(counts: Tensor, number: int, banned_ids: Sequence[int]) -> Tensor:
-    """The ids ``(number,)`` int64, in ascending order, of the tokens that were drawn most, by their ``counts (V,)`` int64.
+    """The ids ``(number,)`` int64, ascending, of the tokens that were drawn most often. ``counts (V,)`` int64 tells how often.
 
     Of tokens drawn equally often it takes those with lower ids: a vocabulary that was made by merges begins with frequent texts.
 

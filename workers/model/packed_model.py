@@ -109,8 +109,8 @@ class MediaPart:
 class EncodedMedia:
     """The features of a `MediaPart`, computed before the forward pass that takes them.
 
-    No dataclass, since FSDP looks for tensors in those: once the gradient of an argument is known it frees the root's weights,
-    and the gradient of a projector among them is still to come.
+    It is no dataclass, because FSDP looks for tensors in those: it frees the root's weights once it has the gradient of an
+    argument, and the gradient of a projector among these weights comes later.
     """
 
     def __init__(self, features: HeldFeatures) -> None:
@@ -187,7 +187,7 @@ class PackedVLM(nn.Module):
         self.kept: KeptFeatures | None = None  # of a tower that is not trained
 
     def encode(self, media: MediaPart) -> EncodedMedia:
-        """The features of the media of the next call. FSDP's root has to be gathered: it is so from a call until the end of its
+        """The features of media for the next call. FSDP's root has to be gathered, as it is from a call to the end of its
         backward pass.
         """
         return EncodedMedia(self.features.encode(self.model, media))

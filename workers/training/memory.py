@@ -101,9 +101,10 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TAKES_PAGES = torch.__version__ >= "2.13"  # compared as versions, not as text
 
 PAGE, USUAL_PAGE = 128, 20
-"""MB of which segments grow and shrink at a time: here, and torch's own number outside of `expandable_segments`.
+"""MB by which segments grow and shrink: within `expandable_segments`, and torch's own number outside of it.
 
-Before each rollout an engine takes back about 80 GB of an update, for which torch gives back page after page: 0.6 s by 20 MB.
+Before each rollout an engine needs the memory that an update has used, and torch returns it page by page: 80 GB in pages of
+20 MB took 0.6 s.
 """
 
 _lock = threading.Lock()

@@ -25,8 +25,9 @@ from workers.training.forward_pass import PreparedRows, media_of, media_tokens, 
 NOTHING = slice(0, 0)
 
 EARLY = 4096
-"""Up to so many patches of media on each rank are encoded before the backward pass of the micro-batch before. A tower computes
-these faster than the host launches its kernels, and only there is the host ahead of the device. Meanwhile they keep up to 4 GB.
+"""The most patches of media on a rank that are encoded early, before the backward pass of the micro-batch before. A tower
+computes so few faster than the host launches its kernels, and only at that time is the host ahead of the device. Until their
+own backward pass their activations take up to 4 GB.
 """
 
 
@@ -38,9 +39,7 @@ class MicroBatch:
     rows: DataProto  # at least one row; that of an inert micro-batch has no response token
     tower: bool  # whether to run the vision tower: some rank has media in its micro-batch of this number
     length: int = 0  # packed tokens that it is filled up to, where ranks exchange tokens; 0: it is not
-    early: bool = (
-        False  # whether its media are encoded early; the same on all ranks, which gather the tower's weights together
-    )
+    early: bool = False  # whether its media are encoded early, on all ranks or none, since they gather weights together
 
     @property
     def inert(self) -> bool:

@@ -102,7 +102,7 @@ class Optimizer:
     def step(self, params: AdamParams | None = None) -> dict[str, Tensor | float]:
         """Clips, steps and clears the gradients; returns ``grad_norm`` before clipping, ``lr`` and ``skipped_steps``.
 
-        AdamW's host does not wait for the device: the numbers are tensors () that wait when they are read.
+        With AdamW the host does not wait for the device: norm and count are tensors (), and reading them waits.
 
         Args:
             params: replace the configuration and its schedule for this step.
@@ -159,10 +159,10 @@ class Optimizer:
 
 
 class SkippingAdamW(torch.optim.AdamW):
-    """Fused AdamW that skips a step by a number on the device."""
+    """Fused AdamW whose steps can be skipped without asking the device whether to."""
 
     def step_unless(self, skip: Tensor) -> None:
-        """A step whose kernel changes nothing where ``skip`` () is true, told as `torch.amp.GradScaler` tells it."""
+        """A step that changes nothing if ``skip`` () bool is true. `torch.amp.GradScaler` sets the same flag for the kernel."""
         self.found_inf = skip.float()
         self.step()
 

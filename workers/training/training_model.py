@@ -325,7 +325,7 @@ class TrainingModel:
         return parts
 
     def _forward(self, parts: Sequence[MicroBatch], entropy: bool) -> Iterator[tuple[MicroBatch, Any]]:
-        """Each micro-batch with its outputs. Before its backward pass the next one is prepared, and encoded if that is early."""
+        """Each micro-batch with its outputs. Before they are given the next one is prepared, and encoded if marked early."""
         ready: Inputs | None = None
         for part, following in zip_longest(parts, parts[1:]):
             inputs = ready or self._inputs(part)
@@ -565,7 +565,7 @@ class Update:
 
 @dataclass(frozen=True)
 class MadeStep:
-    """An optimizer step, whose numbers may be on their way."""
+    """An optimizer step whose numbers the device may still be computing."""
 
     part: np.ndarray | None  # the rows; not their copies, which would add up over an update
     sums: LossSums
