@@ -1,5 +1,6 @@
 """Checkpoints read by several ranks, each its own parts: the weights of ``from_pretrained``, and no larger tensor than a part."""
 
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 from helpers.processes import check_all_passed, run_ranks, shared_folder, sharing
 from helpers.tiny_models import CLASSES, MODEL_TYPES, MOE_TYPES, tiny_config, tiny_model
-from workers.model.lora import add_adapters
+from workers.model.lora import add_adapters, base_name
 from workers.model.named_weights import full_tensor, named_buffers
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.critic import CriticConfig, CriticWorker
-from workers.weights.hollow_model import local_part
-from workers.weights.stored_tensors import CheckpointFiles
+from workers.weights.hollow_model import hollow_model, local_part
+from workers.weights.stored_tensors import CheckpointFiles, StoredTensor
+from workers.weights.weight_sources import ConvertedWeight
 
 CPU = torch.device("cpu")
 EMBEDDING = 512 * 64  # elements of the largest weight
@@ -84,8 +86,17 @@ def watched() -> Any:
         yield seen
 
 
+def elements_read(stored: StoredTensor | None, part: int) -> int:
+    """For ``part`` elements of a weight: as many, or all of the tensors that it is converted from as a whole."""
+    if not part or not isinstance(stored, ConvertedWeight):
+        return part
+    return sum(math.prod(tensor.shape) for tensors in stored.conversion.collected.values() for tensor in tensors)
+
+
 def each_rank_reads_its_parts(name: str, layout: Layout, **options: Any) -> None:
-    """Weights, adapters and buffers are those of the whole model, and each rank has read its own elements, each once."""
+    """Weights, adapters and buffers are those of the whole model, and each rank has read its own elements, each once, except of
+    weights that only whole tensors make.
+    """
     ranks, path = init_ranks(layout, CPU), shared_folder() / name
     with watched() as seen:
         worker = ActorWorker(ActorConfig(str(path), **options), CPU, ranks)
@@ -104,7 +115,12 @@ def each_rank_reads_its_parts(name: str, layout: Layout, **options: Any) -> None
     buffers = dict(whole.named_buffers())
     for buffer, value in worker.module.model.named_buffers():
         assert torch.equal(value, buffers[buffer]), buffer
-    stored = sum(local_part(value)[0].numel() for weight, value in mine.items() if ".lora_" not in weight)
+    sources = hollow_model(str(path), worker.module.family)[2].stored
+    stored = sum(
+        elements_read(sources.get(str(base_name(weight))), local_part(value)[0].numel())
+        for weight, value in mine.items()
+        if ".lora_" not in weight
+    )
     stored += sum(value.numel() for _, value in named_buffers(worker.module.model))
     assert seen.read == stored
     largest = max(local_part(value)[0].numel() for value in mine.values())

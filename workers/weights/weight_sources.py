@@ -142,10 +142,8 @@ class Conversion:
         if converter is None:
             return {first: next(iter(made.values()))[0]}
         if not all(type(operation) in _OPERATIONS for operation in converter.operations):
-            # Each read converts all that is stored for one conversion.
-            if len(converter.target_patterns) == 1:
-                return {first: ConvertedWeight(self, first, self.shapes[first])}
-            return {name: ConvertedWeight(self, name, tuple(each.shape)) for name, each in self.convert().items()}
+            empty = self.convert(lambda tensor: torch.empty(tensor.shape, device="meta"))
+            return {name: ConvertedWeight(self, name, tuple(weight.shape)) for name, weight in empty.items()}
         for operation in converter.operations:
             made = _OPERATIONS[type(operation)](operation, made, converter, self.shapes[first])
         full = first.replace("*.", "0.")
@@ -155,13 +153,13 @@ class Conversion:
         before, _, after = full.partition(inside)
         return {before + pattern + after: tensors[0] for pattern, tensors in made.items()}
 
-    def convert(self) -> dict[str, Tensor]:
-        """The weights by name, by transformers' own code, of whole tensors."""
+    def convert(self, read: Callable[[StoredTensor], Tensor]) -> dict[str, Tensor]:
+        """The weights by name, by transformers' own code, of whole tensors that ``read`` gives."""
         converter = copy.deepcopy(self.converter)
         for pattern, tensors in self.collected.items():
             for tensor in tensors:
-                read: Any = partial(tensor.read, whole(tensor.shape))
-                converter.add_tensor(self.first, pattern, pattern, read)
+                future: Any = partial(read, tensor)
+                converter.add_tensor(self.first, pattern, pattern, future)
         made = converter.convert(self.first, model=self, config=self.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
@@ -172,7 +170,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConvertedWeight:
-    """A weight that a `Conversion` makes of whole tensors."""
+    """A weight that a `Conversion` makes of whole tensors; to read any part of it reads all that is stored for the conversion."""
 
     conversion: Conversion
     name: str
@@ -183,7 +181,7 @@ class ConvertedWeight:
         return tuple(name for each in self.conversion.collected.values() for tensor in each for name in tensor.names)
 
     def read(self, part: Range) -> Tensor:
-        return self.conversion.convert()[self.name][part]
+        return self.conversion.convert(lambda tensor: tensor.read(whole(tensor.shape)))[self.name][part]
 
 
 def _is_known(name: str, model: PreTrainedModel, family: VLMFamily) -> bool:
