@@ -17,6 +17,7 @@ from torch import Tensor, distributed
 from benchmarks.engine_weights import differing_of_worker
 from dataproto import DataProto
 from dataproto.errors import DataProtoError
+from dataproto.packing import MAX_TOKENS
 from helpers.batches import prompt_batch, with_responses
 from helpers.processes import run_ranks
 from helpers.tiny_models import tiny_config, tiny_model
@@ -43,7 +44,7 @@ def rows() -> DataProto:
 
 
 def raised_by(call: Callable[[], Any]) -> Raised:
-    with pytest.raises(DataProtoError) as caught:
+    with pytest.raises((DataProtoError, OverflowError)) as caught:
         call()
     return type(caught.value).__name__, str(caught.value), raised_on_all_ranks(caught.value)
 
@@ -192,9 +193,7 @@ def engines_that_fail(path: str) -> list[Raised]:
     for replaced in ({"wake": no_room}, {"load_weights": load_one}):
         if distributed.get_rank() == 1:
             vars(worker.engine).update(replaced)
-        with pytest.raises((DataProtoError, OverflowError)) as caught:
-            worker.generate(prompts, sampling)
-        found.append((type(caught.value).__name__, str(caught.value), raised_on_all_ranks(caught.value)))
+        found.append(raised_by(lambda: worker.generate(prompts, sampling)))
         vars(worker.engine).update(wake=wake, load_weights=load)
     assert worker.sharding.stale
     assert len(worker.generate(prompts, sampling)) == 1
@@ -213,6 +212,37 @@ def missing_responses(path: str) -> Raised:
     return told
 
 
+def bad_losses(path: str) -> list[Raised]:
+    """Loss functions that fail where they run, on the last stage of a pipeline: at the first micro-batch, at a later one, and by
+    what they return.
+    """
+    actor = ActorWorker(ActorConfig(path, token_budget=10), CPU, init_ranks(Layout(pp=2), CPU))
+    assert len(actor.model.micro_batches(rows())) == 2
+    called: list[int] = []
+
+    def fails(outputs: Any, data: DataProto, at: int) -> tuple[Tensor, dict[str, Tensor]]:
+        called.append(at)
+        if len(called) == at:
+            raise OverflowError(f"micro-batch {at}")
+        return likelihood(outputs, data)
+
+    def narrow(outputs: Any, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+        return -outputs.scores[:, 1:], {}
+
+    data, found = rows(), list[Raised]()
+    data.meta_info[MAX_TOKENS] = 4
+    expected = actor.forward_backward(data, likelihood).metrics
+    actor.drop_update()
+    for call in (actor.update, actor.accumulate, actor.forward, actor.forward_backward):
+        for loss in (partial(fails, at=1), partial(fails, at=2), narrow):
+            called.clear()
+            found.append(raised_by(partial(call, data, loss)))
+            assert all(weight.grad is None for weight in actor.module.parameters())
+    assert actor.model.optimizer.steps == 0
+    assert actor.forward_backward(data, likelihood).metrics == expected  # ranks are in step
+    return found
+
+
 LAYOUTS = {"dp": Layout(dp=2), "pp": Layout(pp=2), "sp": Layout(sp=2), "tp": Layout(tp=2)}
 
 
@@ -229,6 +259,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         an_empty_minibatch_is_refused,
         engines_that_fail,
         missing_responses,
+        bad_losses,
     ):
         cases[each.__name__] = partial(each, str(path))
     return run_ranks(2, cases, tmp_path_factory.mktemp("ranks"))
@@ -271,6 +302,17 @@ def test_after_an_engine_failure_ranks_stay_in_step(outcomes):
     mine, theirs = outcomes["engines_that_fail"]
     assert theirs == [("OverflowError", "no room", True), ("OverflowError", "loaded one", True)]
     assert mine == [("RankFailure", f"rank 1: OverflowError: {text}", True) for text in ("no room", "loaded one")]
+
+
+def test_a_loss_that_fails_on_the_last_stage_is_told_on_the_others(outcomes):
+    first, last = outcomes["bad_losses"]
+    assert not isinstance(last, str), last
+    narrow = ("InvalidColumn", "the loss function returned (1, 3) as ")
+    expected = [("OverflowError", "micro-batch 1"), ("OverflowError", "micro-batch 2"), narrow] * 4
+    for mine, (kind, message, told), (its_kind, text) in zip(first, last, expected, strict=True):
+        assert (kind, told) == (its_kind, True)
+        assert message.startswith(text)
+        assert mine == ("RankFailure", f"rank 1: {kind}: {message}", True)
 
 
 def test_missing_responses_on_one_rank_are_refused_by_all(outcomes):

@@ -392,8 +392,8 @@ def _remove_outer_parts(module: PackedVLM, first: bool, last: bool) -> bool:
     Returns whether the rank holds a weight that is both embedding and head.
     """
     model, family = module.model, module.family
-    embedding: Any = model.get_submodule(family.embedding)
-    head: Any = _find(model, family.head)
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    embedding, head = modules[family.embedding], modules.get(family.head)
     tied = head is not None and head.weight is embedding.weight
     if not first:
         if family.vision_tower is not None:
@@ -412,19 +412,12 @@ def _remove_outer_parts(module: PackedVLM, first: bool, last: bool) -> bool:
     return bool(tied and (first or last))
 
 
-def _find(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
-
-
 def _empty(model: nn.Module, paths: Sequence[str]) -> None:
     """Puts empty modules in the places of parts; a path may lead through a part that was emptied before."""
     for path in paths:
         names = path.split(".")
         for end in range(1, len(names)):
-            if _find(model, ".".join(names[:end])) is None:
+            if ".".join(names[:end]) not in dict(model.named_modules(remove_duplicate=False)):
                 replace_submodule(model, ".".join(names[:end]), nn.Module())
         replace_submodule(model, path, nn.Module())
 

@@ -276,19 +276,31 @@ class TrainingModel:
 
         Args:
             sums: takes the loss, metrics and scores of this rank's rows; its weights ``(B, R)`` are those of the tokens.
+
+        Raises:
+            Exception: that of the loss function.
+            RankFailure: it failed on the last stage of a pipeline, and this rank has another one.
         """
         self.module.train(backward)
+        failed: list[Exception] = []
 
-        def conclude(part: MicroBatch, outputs: Any) -> Tensor:  # in a pipeline
-            if part.inert:
-                return zero_loss(outputs)
-            loss, metrics = pair_of(loss_fn(outputs, rows_to_device(part.rows, self.device)))
-            return sums.add(part.index, outputs.scores, loss, metrics)
+        def conclude(part: MicroBatch, outputs: Any) -> Tensor:
+            """In a pipeline: after an error the last stage still passes over what the other stages send, which wait for it."""
+            if not part.inert and not failed:
+                try:
+                    loss, metrics = pair_of(loss_fn(outputs, rows_to_device(part.rows, self.device)))
+                    return sums.add(part.index, outputs.scores, loss, metrics)
+                except Exception as error:
+                    failed.append(error)
+            return zero_loss(outputs)
 
         with self._passes(backward):
             parts = self.micro_batches(data, backward)
             if self.pipeline is not None:
                 self._run_pipeline(self.pipeline, parts, conclude, entropy, backward)
+                with self.ranks.fail_together():
+                    if failed:
+                        raise failed.pop()
                 parts = []
             # As `conclude`, with one frame less between a caller and the loss function.
             for number, (part, outputs) in enumerate(self._forward(parts, entropy)):
@@ -537,9 +549,7 @@ class Update:
     epochs: int
     aggregation: str
     result: Updated = field(init=False)  # of an update that has ended
-
-    def __post_init__(self) -> None:
-        self._steps: list[MadeStep] = []
+    _steps: list["MadeStep"] = field(init=False, default_factory=list)
 
     def minibatches(self) -> Iterator[tuple[DataProto, LossSums]]:
         """Rows, and the sums that `TrainingModel.run` adds to; the optimizer steps when the next ones are asked for."""
