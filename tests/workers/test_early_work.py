@@ -13,7 +13,6 @@ from helpers.rank_actors import rows_of
 from helpers.second_device import DEVICE, second_device
 from helpers.tiny_models import tiny_model
 from workers import ActorConfig
-from workers.model.packed_model import PackedVLM
 from workers.roles.actor import ActorWorker
 from workers.training import micro_batches as planning
 from workers.training import training_model
@@ -160,4 +159,3 @@ def test_the_host_waits_for_the_device_once_in_an_update(actor, monkeypatch):
         assert waits != []
     for name in ("actor/loss", "actor/grad_norm"):
         assert update.result.metrics[name] == pytest.approx(expected[name], rel=1e-4)
-    assert isinstance(model.module, PackedVLM)
