@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from dataproto.errors import ColumnConflict, IndivisibleBatch, InvalidColumn, RowCountMismatch
+from dataproto.errors import ColumnConflict, IndivisibleBatch, InvalidColumn, RowCountMismatch, raised_as
 from dataproto.packing import MAX_TOKENS
 from dataproto.ragged import RaggedTensor
 from dataproto.tensordict_utils import nested_tensor_from_tensor_list, object_array, rows_at, same_value
@@ -106,10 +106,8 @@ def concat(parts: Sequence[Column], name: str = "column") -> Column:
     if len(kinds) > 1:
         raise ColumnConflict(f"column {name!r} is {' in one part and '.join(kinds)} in another")
     if isinstance(parts[0], RaggedTensor):
-        try:
+        with raised_as(ColumnConflict, f"column {name!r} cannot be joined", ColumnConflict):
             return RaggedTensor.concat(parts)
-        except ColumnConflict as error:
-            raise ColumnConflict(f"column {name!r} cannot be joined: {error}") from error
     nested = [isinstance(part, torch.Tensor) and part.is_nested for part in parts]
     if any(nested):
         if not all(nested):

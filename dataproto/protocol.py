@@ -900,5 +900,4 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
 
 def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
     """:func:`dataproto.all_gather` in place, as in verl: each rank keeps its own ``meta_info``. On an error no batch changes."""
-    gathered = all_gather(data, process_group, with_facts=False)
-    data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch
+    data._adopt(all_gather(data, process_group, with_facts=False))

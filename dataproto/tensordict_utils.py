@@ -149,15 +149,7 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that read the same memory in the same way; a tensor with gradients equals only itself."""
     if tensor.requires_grad or tensor.device.type == "meta" or tensor.numel() == 0:
         return id(tensor)
-    return (
-        tensor.data_ptr(),
-        tensor.dtype,
-        tensor.device,
-        tensor.shape,
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    return tensor.dtype, tensor.device, tensor.shape, *_view(tensor)
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

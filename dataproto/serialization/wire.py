@@ -25,7 +25,7 @@ import uuid
 import weakref
 from collections import UserDict, UserList
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -65,21 +65,10 @@ class BlobStore(Protocol):
         """The bytes of a reference, as any object with the buffer protocol, preferably without a copy."""
 
 
-@dataclass
-class _Blobs:
-    """The leaves in a store and their forms. Keeping the leaves alive keeps their keys unique."""
-
-    store: BlobStore
-    forms: dict[Hashable, Form] = field(default_factory=dict)
-    leaves: list[Any] = field(default_factory=list)
-    compared: dict[Hashable, Form] = field(default_factory=dict)  # These match the present content of their leaves.
+_sharing: contextvars.ContextVar["SharedBlobs | None"] = contextvars.ContextVar("dataproto_blobs", default=None)
 
 
-_sharing: contextvars.ContextVar[_Blobs | None] = contextvars.ContextVar("dataproto_blobs", default=None)
-
-
-@contextmanager
-def shared_blobs(store: BlobStore) -> Iterator[None]:
+def shared_blobs(store: BlobStore) -> AbstractContextManager[None]:
     """In this context, pickling puts each distinct image, tensor and array inside of objects and ragged rows into ``store``.
 
     So splits of a batch that are sent one by one send what they share once. Dense columns are sent with their split, without
@@ -93,10 +82,10 @@ def shared_blobs(store: BlobStore) -> Iterator[None]:
         with shared_blobs(store):
             sent = [pickle.dumps(part) for part in data.chunk(8)]
     """
-    with SharedBlobs(store).open():
-        yield
+    return SharedBlobs(store).open()
 
 
+@dataclass(eq=False)
 class SharedBlobs:
     """`shared_blobs` as a context that opens more than once and remembers what it has put. What has changed is put again.
 
@@ -109,14 +98,18 @@ class SharedBlobs:
             sent = pickle.dumps(rollouts)  # refers to the same images
     """
 
-    def __init__(self, store: BlobStore) -> None:
-        self._blobs = _Blobs(store)
+    store: BlobStore
+    forms: dict[Hashable, Form] = field(default_factory=dict, init=False, repr=False)
+    leaves: list[Any] = field(default_factory=list, init=False, repr=False)
+    """Those in the store. Keeping them alive keeps their keys unique."""
+    compared: dict[Hashable, Form] = field(default_factory=dict, init=False, repr=False)
+    """Forms that match the present content of their leaves."""
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """In this context, pickling shares; see `shared_blobs`."""
-        self._blobs.compared = {}
-        token = _sharing.set(self._blobs)
+        self.compared = {}
+        token = _sharing.set(self)
         try:
             yield
         finally:
@@ -184,7 +177,7 @@ def _copy(leaf: Any) -> Any:
 # Writing leaves
 
 
-def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: Callable[[Any], Encoded] | None) -> Form:
+def _encode(leaf: Any, protocol: int, blobs: SharedBlobs | None, dense: Callable[[Any], Encoded] | None) -> Form:
     """Columns become buffers, by the encoder ``dense``. Leaves inside of objects are written in place if small, else put into the
     store if there is one.
     """
@@ -202,14 +195,14 @@ def _encode(leaf: Any, protocol: int, blobs: _Blobs | None, dense: Callable[[Any
     return _stored(leaf, described, bits, blobs)
 
 
-def _compared(leaf: Any, blobs: _Blobs) -> Form | None:
+def _compared(leaf: Any, blobs: SharedBlobs) -> Form | None:
     """The form of a leaf that was put into the store, or compared with its content there, since the context was opened."""
     key = leaf_key(leaf)
     form = blobs.compared.get(key)
     return form if form is blobs.forms.get(key) or form is _origin(key, blobs.store) else None
 
 
-def _stored(leaf: Any, described: Description, bits: np.ndarray, blobs: _Blobs) -> Form:
+def _stored(leaf: Any, described: Description, bits: np.ndarray, blobs: SharedBlobs) -> Form:
     """The form of a leaf in the store; puts the leaf there unless the store has its present content."""
     key = leaf_key(leaf)
     for form in (blobs.forms.get(key), _origin(key, blobs.store)):
