@@ -27,13 +27,11 @@ from torch.distributed.tensor import Shard
 
 from dataproto.errors import ending
 from workers.model.lora import base_layers
-from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import drop_sum_within_replica, drop_unreduced_gradient, end_backward_pass
 from workers.model.precision import mixed_precision
 from workers.parallel.expert import split_experts
 from workers.parallel.transform import Transform
-from workers.ranks.mesh import Ranks
 
 TOWER_BLOCKS = 8
 """Number of a tower's blocks that are gathered together. One by one, the host needs about 3 ms for each gather and each
@@ -44,9 +42,7 @@ reduction, longer than the device computes a block.
 class FullySharded(Transform):
     """Weights, gradients and optimizer state, sharded over dp x sp."""
 
-    @classmethod
-    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
-        return ranks.size("dp", "sp") > 1
+    axes = ("dp", "sp")
 
     def apply(self, module: PackedVLM) -> None:
         """Turns parameters into DTensors in float32, on the mesh's device.
@@ -55,7 +51,7 @@ class FullySharded(Transform):
         way.
         """
         ranks, options = self.ranks, self.options
-        mesh = ranks.replica_mesh or self.mesh("dp", "sp")
+        mesh = ranks.replica_mesh or self.mesh
         on_host = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
         shard = partial(
             fully_shard,

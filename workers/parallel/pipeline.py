@@ -32,7 +32,6 @@ from workers.model.model_config import ModelConfig
 from workers.model.packed_model import MediaPart, PackedVLM
 from workers.model.patches import remove_submodule, replace_forward, replace_submodule, set_on_module
 from workers.parallel.transform import Transform
-from workers.ranks.mesh import Ranks
 
 TYPICAL_TOKENS, TYPICAL_LOGITS = 1024, 512
 """Of a row, for the split into stages: all tokens, and those of its response."""
@@ -296,9 +295,7 @@ class PipelineParallel(Transform):
     tied: bool
     """Whether this rank holds a weight that is both embedding and head; set by `apply`."""
 
-    @classmethod
-    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
-        return ranks.size("pp") > 1
+    axes = ("pp",)
 
     def apply(self, module: PackedVLM) -> None:
         """Removes the layers and parts of other ranks' stages.
@@ -308,7 +305,7 @@ class PipelineParallel(Transform):
         """
         options, model, family = self.options, module.model, module.family
         stage, whole = self.ranks.rank("pp"), model.get_submodule(family.decoder_layers)
-        bounds = stage_layers(stage_costs(module, options), self.mesh("pp").size(), options.pipeline_layers)
+        bounds = stage_layers(stage_costs(module, options), self.mesh.size(), options.pipeline_layers)
         replace_submodule(model, family.decoder_layers, StageLayers(whole, bounds[stage], family.numbered_layers))
         if family.layer_input_method:
             set_on_module(model.get_submodule(family.language_model), family.layer_input_method, _made_already)
@@ -354,7 +351,7 @@ class PipelineParallel(Transform):
 
     def norm_group(self) -> ProcessGroup:
         """The ranks of the pipeline."""
-        return self.mesh("pp").get_group()
+        return self.mesh.get_group()
 
     def repeated_parameters(self, module: PackedVLM) -> Sequence[nn.Parameter]:
         """This rank's copy of a weight that the first stage holds too."""
@@ -368,7 +365,7 @@ class PipelineParallel(Transform):
         group, ranks = self.norm_group(), self.ranks
         mine: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
         other = distributed.get_global_rank(group, 0 if self.staged.stage else ranks.size("pp") - 1)
-        sent = mine.to(self.mesh("pp").device_type).contiguous()  # offloaded ones are on the host
+        sent = mine.to(self.mesh.device_type).contiguous()  # offloaded ones are on the host
         received = torch.empty_like(sent)
         works = distributed.batch_isend_irecv(
             [

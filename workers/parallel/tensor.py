@@ -32,14 +32,12 @@ from dataproto.errors import InvalidConfig
 from dataproto.planning import split_by_size
 from workers.model.gated_delta_net import HeadShare, channels
 from workers.model.logprobs import token_log_probs
-from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.patches import call_before_forward, replace_submodule, set_on_module
 from workers.model.precision import in_autocast_dtype
 from workers.parallel.transform import Transform
 from workers.parallel.ulysses import check_heads, key_value_share
 from workers.ranks.autograd_collectives import Peers, gather_split, local_part, sum_and_split
-from workers.ranks.mesh import Ranks
 
 BUCKET_ELEMENTS = 2**26
 """Gradients summed at a time."""
@@ -48,9 +46,7 @@ BUCKET_ELEMENTS = 2**26
 class TensorParallel(Transform):
     """The language model, split over tp."""
 
-    @classmethod
-    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
-        return ranks.size("tp") > 1
+    axes = ("tp",)
 
     def apply(self, module: PackedVLM) -> None:
         """Puts split layers in the places of whole ones, on the mesh's device.
@@ -58,7 +54,7 @@ class TensorParallel(Transform):
         Raises:
             InvalidConfig: sizes of the model do not divide by the layout, or the model has adapters.
         """
-        ranks, mesh = self.ranks, self.mesh("tp")
+        ranks, mesh = self.ranks, self.mesh
         if self.options.lora_rank:
             raise InvalidConfig(
                 f"lora with layout.tp={ranks.size('tp')}: adapters are not split; use dp or sp instead of tp"
@@ -81,7 +77,7 @@ class TensorParallel(Transform):
 
     def sum_gradients(self, module: PackedVLM) -> None:
         """Adds up the gradients of parameters that every rank of tp holds whole."""
-        mesh = self.mesh("tp")
+        mesh = self.mesh
         sum_gradients(partial_parameters(module), mesh.get_group(), mesh.device_type)
 
 

@@ -19,19 +19,15 @@ from torch.nn.functional import pad
 from dataproto.packing import PackedRows, fill_up
 from dataproto.transfer import move, on_host
 from dataproto.vlm import MediaSpans
-from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM, TokenShare, select_rows
 from workers.parallel.transform import Transform
 from workers.ranks.autograd_collectives import Peers, exchange_rows, gather_shared
-from workers.ranks.mesh import Ranks
 
 
 class TokenSplit(Transform):
     """The tokens of a packed sequence, split over sp x tp."""
 
-    @classmethod
-    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
-        return ranks.size("sp", "tp") > 1
+    axes = ("sp", "tp")
 
     def apply(self, module: PackedVLM) -> None:
         """Gives ``module`` a `SplitTokens`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import ClassVar, cast
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -16,9 +16,12 @@ from workers.ranks.mesh import Ranks
 class Transform:
     """One change of a packed model: a degree of parallelism, or how its layers are computed.
 
-    A subclass implements `is_due` and `apply`. The other methods are called on every transform of a model, on every rank, at
-    the moment that their names say; here they do nothing.
+    A subclass names `axes` or implements `is_due`, and implements `apply`. The other methods are called on every transform of a
+    model, on every rank, at the moment that their names say; here they do nothing.
     """
+
+    axes: ClassVar[tuple[str, ...]] = ()
+    """The axes of the layout, see `Ranks.size`, over which it splits the work."""
 
     def __init__(self, ranks: Ranks, options: ModelConfig) -> None:
         self.ranks, self.options = ranks, options
@@ -29,8 +32,8 @@ class Transform:
 
     @classmethod
     def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
-        """Whether this layout and these options ask for the transform."""
-        raise NotImplementedError
+        """Whether this layout and these options ask for the transform. Default: the layout has several ranks along `axes`."""
+        return ranks.size(*cls.axes) > 1
 
     def apply(self, module: PackedVLM) -> None:
         """Changes ``module`` in place.
@@ -40,9 +43,10 @@ class Transform:
         """
         raise NotImplementedError
 
-    def mesh(self, *axes: str) -> DeviceMesh:
-        """The ranks along ``axes``, which are several where the transform is due; see `Ranks.submesh`."""
-        return cast(DeviceMesh, self.ranks.submesh(*axes))
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks along `axes`, which are several where the transform is due; see `Ranks.submesh`."""
+        return cast(DeviceMesh, self.ranks.submesh(*self.axes))
 
     def sum_gradients(self, module: PackedVLM) -> None:
         """Adds up gradients of which several ranks hold parts; called once before each optimizer step.

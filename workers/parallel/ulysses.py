@@ -16,20 +16,16 @@ from torch import Tensor, nn
 
 from dataproto.errors import InvalidConfig
 from workers.model.attention import FLASH_KERNELS, packed_attention, set_attention
-from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.model.precision import in_autocast_dtype
 from workers.parallel.transform import Transform
 from workers.ranks.autograd_collectives import Peers, exchange
-from workers.ranks.mesh import Ranks
 
 
 class UlyssesParallel(Transform):
     """The heads of attention, split over sp."""
 
-    @classmethod
-    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
-        return ranks.size("sp") > 1
+    axes = ("sp",)
 
     def apply(self, module: PackedVLM) -> None:
         """Makes the language model attend through `ulysses_attention`.

@@ -17,23 +17,19 @@ from dataproto.planning import balance
 from dataproto.transfer import move, pixels_on
 from dataproto.vlm import MediaSpans
 from workers.model.kept_features import HeldFeatures
-from workers.model.model_config import ModelConfig
 from workers.model.packed_model import MediaPart, PackedVLM, TowerFeatures, select_rows
 from workers.parallel.transform import Transform
 from workers.ranks.autograd_collectives import Peers, exchange_rows
-from workers.ranks.mesh import Ranks
 
 
 class VisionSplit(Transform):
     """Images, videos and sounds, split over sp x tp."""
 
-    @classmethod
-    def is_due(cls, ranks: Ranks, options: ModelConfig) -> bool:
-        return ranks.size("sp", "tp") > 1
+    axes = ("sp", "tp")
 
     def apply(self, module: PackedVLM) -> None:
         """Gives ``module`` a `SplitFeatures`."""
-        module.features = SplitFeatures(module.family, Peers.of(self.mesh("sp", "tp").get_group()))
+        module.features = SplitFeatures(module.family, Peers.of(self.mesh.get_group()))
 
 
 @dataclass(frozen=True)
