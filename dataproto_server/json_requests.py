@@ -4,10 +4,12 @@ reads are next to it.
 Names are those of the API. Fields without a default must be given.
 """
 
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from dataproto.errors import raised_as
 from dataproto_server.backend import Int, LoraSpec, Sampling
 from dataproto_server.refusals import InvalidRequest, Refused
 
@@ -26,10 +28,8 @@ Kind = TypeVar("Kind", bound=Body)
 
 def parse_json(body: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises `Refused` if it is none, or has text that UTF-8 cannot hold."""
-    try:
+    with raised_as(partial(Refused, 400), "the body is no JSON", ValueError, RecursionError):
         found = msgspec.json.decode(body or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise Refused(400, f"the body is a JSON {type(found).__name__}, not an object")
     return found

@@ -67,7 +67,7 @@ class _Process:
         try:
             self.connection.recv_bytes()  # once it has imported what the agent needs, however long that takes
         except (OSError, EOFError):
-            how = how_ended(self.process, CLOSING_S)
+            how = how_ended(self.process)
             raise UserFunctionFailed(
                 f"the process of the agent was ended {how} as it began: standard error says why; a script needs "
                 "if __name__ == '__main__'"
@@ -105,7 +105,7 @@ class _Process:
         self.waits()
         self._outbox.put(None)
         self.connection.close()
-        return how_ended(self.process, CLOSING_S)
+        return how_ended(self.process)
 
 
 _waiting: dict[bytes, list[_Process]] = {}

@@ -39,7 +39,7 @@ from rollout.environments.environment import (
 )
 
 CLOSING_S = 2.0
-"""Seconds that an environment gets to close."""
+"""Seconds that an environment gets to close, and a process to end."""
 GIB = 1 << 30
 DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
@@ -116,7 +116,7 @@ class ProcessEnvironment:
         """Closes the environment, and ends its process."""
         with contextlib.suppress(OSError):
             self.connection.send(("close", ()))
-        self._end(CLOSING_S)
+        self._end()
 
     def kill(self) -> None:
         """Ends its process at once, from any thread; a call that waits for it fails."""
@@ -127,20 +127,19 @@ class ProcessEnvironment:
             self.connection.send((method, arguments))
             answer: Answer = self.connection.recv()
         except (EOFError, OSError) as error:
-            raise EnvironmentFailed("error", f"{method}: {self._end(CLOSING_S)}") from error
+            raise EnvironmentFailed("error", f"{method}: {self._end()}") from error
         if isinstance(answer, Observation):
             return answer
         raise EnvironmentFailed(*answer)
 
-    def _end(self, patience: float) -> str:
+    def _end(self) -> str:
         """Waits for the end of the process, or kills it; returns how it ended."""
-        how = how_ended(self.process, patience)
-        return f"its process, which may have {self.memory / GIB:g} GiB, was ended {how}"
+        return f"its process, which may have {self.memory / GIB:g} GiB, was ended {how_ended(self.process)}"
 
 
-def how_ended(process: Any, patience: float) -> str:
+def how_ended(process: Any) -> str:
     """Waits for the end of a process, or kills it; returns how it ended, such as "with exit status 1"."""
-    wait([process.sentinel], patience)
+    wait([process.sentinel], CLOSING_S)
     with starting:  # an exit status can be read once, and `start` of another process reads all that there are
         if process.is_alive():
             process.kill()

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlparse
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from dataproto.errors import InvalidMedia
+from dataproto.errors import InvalidMedia, raised_as
 
 Root = str | os.PathLike[str] | None
 """The folder at which relative paths start."""
@@ -109,10 +109,8 @@ def _data_uri(uri: str, kind: str) -> bytes:
     header, comma, payload = uri.partition(",")
     if not comma or not header.endswith(";base64"):
         raise InvalidMedia(f"{kind} {described(uri)}: only data URIs with base64 content are read")
-    try:
+    with raised_as(InvalidMedia, f"{kind} {described(uri)}: its base64 content is broken", binascii.Error):
         return base64.b64decode("".join(payload.split()), validate=True)
-    except binascii.Error as error:
-        raise InvalidMedia(f"{kind} {described(uri)}: its base64 content is broken: {error}") from error
 
 
 def why_unread(error: Exception, found: Any, root: Root) -> str:

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dataproto.errors import InvalidMedia
+from dataproto.errors import InvalidMedia, raised_as
 from dataproto.vlm.prompt_layout import frame_seconds
 from rollout.continuation import joined_media
 from rollout.prompts.image_processing import ProcessedImage
@@ -138,10 +138,9 @@ def read_video(source: Any, root: Root = None, patch_size: int = 14) -> tuple[np
         "do_sample_frames": False,
         **{name: value for name, value in metadata.items() if value is not None},
     }
-    try:
+    what = "a video's fps must be a number, and its frames_indices numbers"
+    with raised_as(InvalidMedia, what, TypeError, ValueError):
         fps, indices = float(described["fps"]), [int(index) for index in described["frames_indices"]]
-    except (TypeError, ValueError) as error:
-        raise InvalidMedia(f"a video's fps must be a number, and its frames_indices numbers: {error}") from error
     if not 0 < fps < math.inf or len(indices) != len(frames):
         raise InvalidMedia(f"{len(frames)} frames of a video have metadata for {len(indices)} at {fps} frames a second")
     return frames, described | {"fps": fps, "frames_indices": indices}
@@ -196,11 +195,9 @@ def _decode(
     check_files(path, root)
     text, file = os.fspath(path), file_of(path, root, "video")
     fetch_video = _decoder(path)
-    try:
+    with raised_as(InvalidMedia, f"video {text!r} cannot be decoded", Exception):
         element = {**options, "video": str(file)}
         frames, metadata = fetch_video(element, image_patch_size=patch_size, return_video_metadata=True)
-    except Exception as error:
-        raise InvalidMedia(f"video {text!r} cannot be decoded: {error}") from error
     array = frames.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
     return np.ascontiguousarray(array), {**metadata, "duration": metadata["total_num_frames"] / metadata["fps"]}
 

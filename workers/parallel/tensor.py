@@ -168,10 +168,9 @@ class VocabularyEmbedding(nn.Module):
         weight = local_part(self.weight)
         first = self.peers.rank * len(weight)
         inside = (ids >= first) & (ids < first + len(weight))
+        found = embedding(torch.where(inside, ids - first, 0), weight)
         if self.padding_idx is not None:  # its embedding is not learnt
             frozen = inside & (ids == self.padding_idx)
-        found = embedding(torch.where(inside, ids - first, 0), weight)
-        if self.padding_idx is not None:
             found = torch.where(frozen[..., None], found.detach(), found)
         embeddings = _sum_tokens(torch.where(inside[..., None], found, 0.0), self.peers)
         if self.scale == 1.0:

@@ -155,9 +155,8 @@ class RolloutWorker:
         self._calls = 0
         self._held: defaultdict[type, HeldEpisodes] = defaultdict(HeldEpisodes)  # by the type of their plan
         tokenizer = AutoTokenizer.from_pretrained(config.model_path)
-        self.pad_token_id = int(
-            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        )
+        pad = tokenizer.pad_token_id
+        self.pad_token_id = int(tokenizer.eos_token_id if pad is None else pad)
 
     @dispatch(split=split_prompts, join=join_rows)
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
