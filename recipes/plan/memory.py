@@ -225,9 +225,8 @@ def tower_bytes(config: Any, compute: ModelConfig, trained: bool) -> TokenBytes:
     vision, gated = config.vision_config, family_of(config).gated_tower
     width = int(getattr(vision, "embed_dim", None) or vision.hidden_size)
     heads = int(getattr(vision, "num_heads", None) or vision.num_attention_heads)
-    wide = int(getattr(vision, "intermediate_size", None) or width * vision.mlp_ratio)
-    if "intermediate_size" not in vars(vision) or getattr(vision, "embed_dim", None):
-        wide = int(width * vision.mlp_ratio)
+    inner_size = None if getattr(vision, "embed_dim", None) else vars(vision).get("intermediate_size")
+    wide = int(inner_size or width * vision.mlp_ratio)
     padded = -(-width // heads // 32) * 32 * heads
     attention = 4 * width if padded == width else 3 * width + 4 * padded
     inner = 4 * wide if gated else 2 * wide
