@@ -20,7 +20,7 @@ import numpy as np
 from dataproto.errors import DataProtoError, FileFormatError, InvalidConfig, InvalidRow, raised_as
 from recipes.data.column_keys import KNOWN, ColumnKeys
 
-READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+_READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _CONVERT = "convert it by datasets: load_from_disk(...) or load_dataset('csv', data_files=...), then .to_parquet('train.parquet')"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _WHO = {"role", "from"}  # names of which a message has one
@@ -64,11 +64,9 @@ class TableRows(Sequence[dict[str, Any]]):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]
         table, local = self._found(place)
+        found = {"media_root": table.root, "where": self.where(place)}
         try:
-            return read_one(self.read, table.rows[local], place) | {
-                "media_root": table.root,
-                "where": self.where(place),
-            }
+            return read_one(self.read, table.rows[local], place) | found
         except InvalidRow as error:
             raise self.invalid(place, error.reason) from error
 
@@ -131,7 +129,7 @@ class JsonRows(Sequence[dict[str, Any]]):
     def __init__(self, path: Path, name: str | None = None) -> None:
         """Finds the rows; ``name`` is that of the file on the hub. Raises `FileFormatError` if a ``.json`` file is neither."""
         self.path, self.name = path, name or str(path)
-        in_lines = self.name.endswith(".jsonl")
+        in_lines = self.name.lower().endswith(".jsonl")
         with path.open("rb") as file:
             self.in_array = not in_lines and file.read(64).removeprefix(BOM_UTF8).lstrip()[:1] == b"["
             file.seek(0)
@@ -383,7 +381,7 @@ def open_stream(
             stream = JsonStream(addresses) if addresses else builder.as_streaming_dataset(split=split)
     else:
         name, files = path.resolve().stem, _files(path, split)
-        root, kinds = root or files[0].parent, {READERS.get(file.suffix) for file in files}
+        root, kinds = root or files[0].parent, {_reader(file) for file in files}
         if len(kinds) > 1 or None in kinds:
             raise InvalidConfig(f"{path}: a stream needs parquet files or JSON files")
         if kinds == {"json"}:
@@ -436,10 +434,15 @@ class StreamRows:
         return read_one(self.read, raw, place) | {"media_root": self.root}
 
 
+def _reader(file: Path) -> str | None:
+    """What reads a file, by the end of its name in any case; ``None`` if nothing does."""
+    return _READERS.get(file.suffix.lower())
+
+
 def _files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         return [path]
-    found = [file for folder in (path, path / "data") for file in sorted(folder.glob("*")) if file.suffix in READERS]
+    found = [file for folder in (path, path / "data") for file in sorted(folder.glob("*")) if _reader(file)]
     files = [file for file in found if re.match(rf"{re.escape(split)}(\W|_|$)", file.stem)]
     if not files:
         names = ", ".join(file.name for file in found[:10]) or "no parquet or JSON file"
@@ -453,10 +456,10 @@ def _read_file(file: Path) -> Any:
     from datasets import load_dataset
     from pyarrow.parquet import read_metadata
 
-    if file.suffix not in READERS:
-        raise InvalidConfig(f"{file}: names of data files must end in {', '.join(READERS)}: {_CONVERT}")
-    if READERS[file.suffix] == "json":
+    if _reader(file) == "json":
         return _json_rows(file)
+    if _reader(file) is None:
+        raise InvalidConfig(f"{file}: names of data files must end in {', '.join(_READERS)}: {_CONVERT}")
     try:
         count = read_metadata(file).num_rows if file.stat().st_size else 0
         with _quiet():
@@ -500,7 +503,7 @@ def _of_hub(name: str) -> Iterator[Any]:
     """The builder of a data set on the hub; what goes wrong there, such as a network, name or split, is an `InvalidConfig`."""
     from datasets import load_dataset_builder
 
-    if not _HUB_NAME.fullmatch(name) or Path(name).suffix in READERS:
+    if not _HUB_NAME.fullmatch(name) or _reader(Path(name)):
         hint = ": a path has no split after @, leave it out" if "@" in name else ""
         raise InvalidConfig(f"{name}: no such file or folder{hint}")
     try:

@@ -130,6 +130,20 @@ def test_the_instruction_is_configurable(tmp_path):
     assert load_rows(file, instruction="")[0]["prompt"][0]["content"] == content
 
 
+def test_names_of_files_may_end_in_capitals(tmp_path):
+    row = {"problem": "Find x.", "answer": "9"}
+    Dataset.from_list([row]).to_parquet(tmp_path / "train.PARQUET")
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "train.JSONL").write_text(json.dumps(row) + "\n")
+    (tmp_path / "array.Json").write_text(json.dumps([row]))
+    for path in ("train.PARQUET", "lines/train.JSONL", "lines", "array.Json"):
+        assert len(load_rows(tmp_path / path)) == 1, path
+    for path in ("train.PARQUET", "lines"):
+        assert next(iter(conversation_stream(str(tmp_path / path)).stream))["answer"] == "9"
+    with pytest.raises(InvalidConfig, match=r"gone\.PARQUET: no such file or folder$"):
+        load_rows("gone.PARQUET")
+
+
 def test_loading_errors_are_one_line(tmp_path):
     with pytest.raises(
         InvalidConfig, match=r"gone\.parquet@train: no such file or folder: a path has no split after @"
