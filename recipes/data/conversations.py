@@ -12,7 +12,7 @@ In each of them ``tools``, ``system`` and ``history`` are read (`recipes.data.ro
 Images are in ``images`` (or ``image``) or in the parts: PIL objects, bytes, paths or data URIs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Number
 from typing import Any
@@ -100,17 +100,21 @@ def _cauldron_messages(texts: Any, index: int, media: Mapping[str, list[Any]]) -
     return messages
 
 
-def last_questions(rows: Sequence[Mapping[str, Any]]) -> ConvertedRows:
+def last_questions(rows: Sequence[Mapping[str, Any]], written: Callable[[Mapping[str, Any]], str]) -> ConvertedRows:
     """Conversations as prompts: each without its last answer, which becomes the ground truth.
 
-    >>> row = last_questions([{"prompt": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}])[0]
+    Args:
+        written: the last answer of a row as a model writes it, for one that calls tools.
+
+    >>> talk = {"prompt": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    >>> row = last_questions([talk], written=repr)[0]
     >>> row["prompt"], row["reward_model"]["ground_truth"]
     ([{'role': 'user', 'content': '2 + 2?'}], '4')
     """
-    return ConvertedRows(rows, _question)
+    return ConvertedRows(rows, partial(_question, written))
 
 
-def _question(row: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _question(written: Callable[[Mapping[str, Any]], str], row: Mapping[str, Any], place: int) -> dict[str, Any]:
     if not row["prompt"] or row["prompt"][-1].get("role") != "assistant":
         raise invalid_row(row, place, "the conversation must end with an answer")
     *asked, answer = row["prompt"]
@@ -118,4 +122,6 @@ def _question(row: Mapping[str, Any], place: int) -> dict[str, Any]:
     bad = partial(invalid_row, row, place)
     with raised_as(bad, f"the answer must be text or parts of text, not {said!r}", TypeError, AttributeError):
         truth = "".join(part.get("text") or "" for part in as_parts("" if said is None else said))
+    if answer.get("tool_calls") is not None:
+        truth = written(row)
     return {**row, "prompt": asked, "reward_model": {"style": "exact", "ground_truth": truth.strip()}}

@@ -141,10 +141,7 @@ def learn_from(roles: Roles, rows: DataProto, loss: LossFn, aggregation: Aggrega
 
 def sent(rows: DataProto) -> DataProto:
     """The rows as a model reads them: with tensors, and of the other columns groups and pictures only."""
-    kept = ("uid", "multi_modal_inputs")
-    chosen = rows[:]
-    chosen.pop(non_tensor_batch_keys=[name for name in rows.non_tensor_batch if name not in kept])
-    return chosen
+    return rows.select(non_tensor_batch_keys=["uid", "multi_modal_inputs"])
 
 
 def measure_rows(rows: DataProto, metrics: Mapping[str, float], devices: int) -> dict[str, float]:
@@ -198,10 +195,8 @@ def supervised_evaluation(
         metrics = {f"val/loss/{name}": loss for name, loss in losses.items() if name}
         metrics |= {"val/loss": fmean(losses.values())} if losses else {}
         if data.max_response_length:
-            asked = {
-                name: EvaluationLoader(last_questions(each), questions, 4 * size, bad)
-                for name, each in held_out.items()
-            }
+            answers = {name: last_questions(each, builder.last_answer) for name, each in held_out.items()}
+            asked = {name: EvaluationLoader(each, questions, 4 * size, bad) for name, each in answers.items()}
             greedy = SamplingParams(temperature=0, max_tokens=data.max_response_length)
             found, answered = evaluate_samples(roles, asked, greedy, config.run.output_dir, step)
             metrics |= found | also(answered)

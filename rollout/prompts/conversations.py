@@ -20,7 +20,7 @@ from dataproto.errors import InvalidConfig, InvalidPrompt, InvalidRow
 from dataproto.vlm import media_grids
 from rollout.prompts.image_processing import ProcessedMedium
 from rollout.prompts.messages import REASONING, THOUGHTS, Conversation, Messages, Turns, is_learned, says_something
-from rollout.prompts.prepared_rows import Prompt, row_columns, share_media
+from rollout.prompts.prepared_rows import Prompt, conversation_of, row_columns, share_media
 from rollout.prompts.prompt_builder import ANSWER, QUESTION, Piece, PromptBuilder, ids_of
 
 Ids = npt.NDArray[np.int64]
@@ -59,6 +59,16 @@ class SupervisedBuilder(PromptBuilder):
         ids, types, mask = self._expand(pieces, self.placed(media))
         self.check_length(len(ids))
         return TrainingRow(ids, types, ids_of(pieces), conversation, media, self.other_columns(row), mask)
+
+    def last_answer(self, row: Mapping[str, Any]) -> str:
+        """The text of the row's last message as the chat template writes it, calls included, without special tokens. Raises
+        `InvalidPrompt`.
+        """
+        conversation = conversation_of(row)
+        messages, tools = self.shown(conversation).messages, conversation.tools
+        before = self.render(messages[:-1], add_generation_prompt=True, tools=tools)
+        ids = self.encode_text(self.render(messages, tools=tools).removeprefix(before))
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
     def collate(self, prompts: Sequence[Prompt]) -> DataProto:
         """The training batch, see `collate_rows`. Raises `InvalidRow` for a row that is not a `TrainingRow`."""

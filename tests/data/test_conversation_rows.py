@@ -268,11 +268,11 @@ def test_questions_end_before_the_last_answer():
     row = {
         "prompt": [ASKED, ANSWERED, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": " Yes. "}]
     }
-    asked = last_questions([row])[0]
+    asked = last_questions([row], repr)[0]
     assert asked["prompt"] == [ASKED, ANSWERED, {"role": "user", "content": "Sure?"}]
     assert asked["reward_model"]["ground_truth"] == "Yes."
     with pytest.raises(InvalidRow, match="must end with an answer"):
-        last_questions([{"prompt": [ASKED]}])[0]
+        last_questions([{"prompt": [ASKED]}], repr)[0]
 
 
 @pytest.mark.parametrize("completion", ["B", [{"role": "assistant", "content": "B"}]])
@@ -289,7 +289,7 @@ def test_a_prompt_that_begins_the_answer_itself_is_an_unusable_row(completion):
 def test_a_held_out_answer_that_is_no_text_is_an_unusable_row(content):
     row = {"prompt": [ASKED, {"role": "assistant", "content": content}], "index": 3}
     with pytest.raises(InvalidRow, match=r"row 3: the answer must be text or parts of text, not .*"):
-        last_questions([row])[0]
+        last_questions([row], repr)[0]
 
 
 def test_calls_and_tools_have_the_names_that_they_were_written_with(tmp_path):

@@ -242,10 +242,11 @@ def test_a_call_of_a_tool_needs_no_content():
 
 def test_a_held_out_conversation_may_end_with_a_call_and_must_not_be_empty():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "zoom"}}]}
-    assert last_questions([{"prompt": [*ASKED, call]}])[0]["reward_model"]["ground_truth"] == ""
+    row = last_questions([{"prompt": [*ASKED, call]}], written=lambda row: str(row["prompt"][-1]["tool_calls"]))[0]
+    assert row["reward_model"]["ground_truth"] == "[{'function': {'name': 'zoom'}}]"
     for messages in ([], ASKED):
         with pytest.raises(InvalidRow, match="must end with an answer"):
-            last_questions([{"prompt": messages}])[0]
+            last_questions([{"prompt": messages}], repr)[0]
 
 
 # Templates of EasyR1

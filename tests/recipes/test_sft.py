@@ -15,7 +15,9 @@ from dataproto.errors import InvalidRow
 from dataproto.planning import first_fit_decreasing
 from helpers.checkpoints import write_checkpoint
 from helpers.option_files import in_files
+from recipes.data.conversations import last_questions
 from recipes.data.loader import EvaluationLoader, PromptLoader
+from recipes.demo.tiny_model import make_tiny_processors
 from recipes.run.supervised import exact_match, held_out_loss, launch_supervised, measure_rows, sft_step
 from recipes.sft import SFTConfig, SFTDataConfig, main, open_data, parse
 from recipes.watch.metrics_file import read_metrics
@@ -292,6 +294,22 @@ def test_defaults_are_the_small_models_until_a_model_is_named():
 
 def test_an_answer_is_right_when_it_is_the_truth():
     assert [row["acc"] for row in exact_match([RewardRow(" 7\n", 7), RewardRow("8", "7")])] == [1.0, 0.0]
+
+
+def test_a_held_out_answer_that_calls_a_tool_is_right_with_its_call(tmp_path):
+    """Its content is empty, so an empty answer was right."""
+    builder = SupervisedBuilder.from_pretrained(make_tiny_processors(tmp_path), 512)
+    calls = [{"type": "function", "function": {"name": "zoom", "arguments": {"box": [1, 2]}}}]
+    called = '<tool_call>\n{"name": "zoom", "arguments": {"box": [1, 2]}}\n</tool_call>'
+    for content, written in ((None, called), ("Closer.", f"Closer.{called}")):
+        answer = {"role": "assistant", "content": content, "tool_calls": calls}
+        row = {"prompt": [{"role": "user", "content": "Look."}, answer], "tools": [{"name": "zoom"}]}
+        truth = last_questions([row], builder.last_answer)[0]["reward_model"]["ground_truth"]
+        answers = [RewardRow(text, truth) for text in ("", "Closer.", written)]
+        assert [scores["acc"] for scores in exact_match(answers)] == [0.0, 0.0, 1.0]
+        learnt = builder([row])
+        ids = learnt["input_ids"][0, 1:][learnt["response_mask"][0].bool()]
+        assert builder.tokenizer.decode(ids, skip_special_tokens=True).strip() == truth  # what the model learns
 
 
 TALKS, SUMS = (f"val-core/synthetic/{name}/acc/mean@1" for name in ("talks", "sums"))
