@@ -36,15 +36,7 @@ from tensordict import TensorDict
 
 from dataproto.serialization.buffers import bytes_of, memory_of, same_bytes
 from dataproto.serialization.images import is_image
-from dataproto.serialization.leaves import (
-    RAGGED,
-    Description,
-    decode,
-    encode,
-    encode_column,
-    is_array,
-    leaf_key,
-)
+from dataproto.serialization.leaves import RAGGED, Description, decode, encode, encode_column, is_array, leaf_key
 from dataproto.tensordict_utils import same_value
 
 Buffer: TypeAlias = Any  # It is bytes, bytearray, memoryview, PickleBuffer, or a uint8 array.

@@ -4,9 +4,12 @@ The position of a training loader is (seed, number of rows drawn). A resumed run
 epoch and with another number of workers.
 """
 
+import json
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import count, islice
 from typing import Any
 
@@ -18,9 +21,12 @@ from dataproto import DataProto
 from dataproto.errors import CheckpointError, DataProtoError, InvalidConfig, InvalidRow, check_at_least
 from recipes.data.column_keys import OnBadRow
 from rollout.prompts import Prompt, PromptBuilder, row_digest, row_number
-from rollout.prompts.prepared_rows import invalid_row
+from rollout.prompts.prepared_rows import conversation_of, invalid_row
 
 WAY_OUT = "(--on-bad-row skip leaves such rows out)"
+
+COMPARED = 8
+"""Rows, from the first to the last, whose texts tell a data set from another one of its length."""
 
 Draw = tuple[str, int, Any]
 """Name of the occurrence, place of the row, and the raw row if rows cannot be looked up by place, else None."""
@@ -101,7 +107,7 @@ class PromptLoader:
         """Raises `InvalidConfig` if there are no rows, or an argument is out of range."""
         _check(self)
         check_at_least(0, self, "num_workers")
-        self._from_start = True
+        self._texts, self._from_start = _of_sources(self.rows, _texts_digest), True
         self._useful: dict[str, int] = {}
         """The last epoch in which a row of a source could be used, by the source's name."""
         self._stream: Iterator[Any] | None = None
@@ -174,7 +180,8 @@ class PromptLoader:
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "rows": _sizes(self.rows),
+            "rows": _of_sources(self.rows, _count),
+            "texts": self._texts,
             "weights": getattr(self.rows, "weights", None),
             "drawn": self.drawn,
             "skipped": [[index, reason] for index, reason in self.skipped.items()],
@@ -187,8 +194,8 @@ class PromptLoader:
             CheckpointError: the position belongs to other data or another order.
         """
         own = self.state_dict()
-        for name in ("seed", "shuffle", "rows", "weights"):
-            if state.get(name) != own[name]:
+        for name in ("seed", "shuffle", "rows", "weights", "texts"):
+            if state.get(name, own[name]) != own[name]:  # earlier versions did not compare texts
                 raise CheckpointError(
                     f"the data position was saved with {name}={state.get(name)}, not {own[name]}: resume with seed and data of "
                     "the run, of which eval-rows and eval-data-path may hold out rows, or begin a new run from its weights"
@@ -337,9 +344,29 @@ def _count(rows: Any) -> int | None:
     return len(rows) if hasattr(rows, "__len__") else None
 
 
-def _sizes(rows: Any) -> Any:
-    """The number of rows, of a mixture those of its sources; None for a stream."""
-    return [_sizes(source) for source in rows.sources] if hasattr(rows, "sources") else _count(rows)
+def _of_sources(rows: Any, measure: Callable[[Any], Any]) -> Any:
+    """What is measured of rows, of a mixture that of its sources."""
+    return [_of_sources(each, measure) for each in rows.sources] if hasattr(rows, "sources") else measure(rows)
+
+
+def _texts_digest(rows: Any) -> str | None:
+    """A digest of what some rows ask, and what is right, of those that can be read; media and their paths do not count. None for
+    a stream.
+
+    >>> _texts_digest([{"prompt": "2 + 2?"}]) == _texts_digest([{"prompt": "2 + 2?", "media_root": "/data"}])
+    True
+    >>> _texts_digest([{"prompt": "2 + 2?"}]) == _texts_digest([{"prompt": "2 + 3?"}])
+    False
+    """
+    if (count := _count(rows)) is None:
+        return None
+    texts: list[Any] = []
+    for place in np.linspace(0, count - 1, min(count, COMPARED)).astype(int).tolist():
+        with suppress(DataProtoError):
+            if isinstance(row := rows[place], Mapping):
+                texts += [*conversation_of(row).texts(), row.get("reward_model"), row.get("answers")]
+    encoded = json.dumps(texts, default=lambda _: None, skipkeys=True).encode()
+    return blake2b(encoded, digest_size=8).hexdigest()
 
 
 def _source_and_epoch(uid: str) -> tuple[str, int]:

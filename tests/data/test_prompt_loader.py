@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from dataproto.errors import CheckpointError, InvalidConfig, InvalidRow
-from helpers.geo3k_files import drawing
+from helpers.geo3k_files import drawing, png
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor, tiny_prompt_config, tiny_tokenizer
 from recipes.data.conversations import conversation_rows, conversation_stream
 from recipes.data.loader import EvaluationLoader, PromptLoader, check_rows, drop_overlong, occurrences
 from recipes.data.mixture import Mixture
+from recipes.data.problem_rows import load_rows
 from rollout.prompts import SupervisedBuilder
 from rollout.prompts.image_processing import ImageCache
 
@@ -234,6 +235,33 @@ def test_a_state_of_another_run_raises_an_error(name, value):
     loader = PromptLoader(rows(4), tiny_builder(), batch_size=2, seed=1)
     with pytest.raises(CheckpointError, match=f"saved with {name}={value}"):
         loader.load_state_dict(loader.state_dict() | {name: value})
+
+
+def test_a_state_of_other_rows_of_equal_number_raises_an_error(tmp_path):
+    def loader(path, asked="Find {}.", answer="{}"):
+        path.parent.mkdir(exist_ok=True, parents=True)
+        (path.parent / "a.png").write_bytes(png(drawing(1)))
+        given = [{"problem": asked.format(at), "answer": answer.format(at), "images": ["a.png"]} for at in range(20)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in given))
+        rows = drop_overlong(load_rows(path), tiny_builder())[0]
+        return PromptLoader(rows, tiny_builder(), batch_size=2)
+
+    first = loader(tmp_path / "a" / "rows.jsonl")
+    next(first)
+    state = json.loads(json.dumps(first.state_dict()))
+    moved = loader(tmp_path / "b" / "rows.jsonl")
+    moved.load_state_dict(state)
+    assert next(moved)["uid"].tolist() == next(first)["uid"].tolist()
+    moved.load_state_dict({name: value for name, value in state.items() if name != "texts"})  # of an earlier version
+    for other in ({"asked": "Find y of {}."}, {"answer": "1{}"}):
+        with pytest.raises(CheckpointError, match=r"saved with texts=.*: resume with seed and data of the run"):
+            loader(tmp_path / "c" / "rows.jsonl", **other).load_state_dict(state)
+
+
+def test_rows_that_cannot_be_read_do_not_keep_a_run_from_its_data(tmp_path):
+    rows = conversation_rows(lines(tmp_path / "a.jsonl", ["a", 3, "c"]))
+    loaders = [PromptLoader(rows, supervised_builder(), 1, on_bad_row="skip") for _ in range(2)]
+    loaders[1].load_state_dict(loaders[0].state_dict())
 
 
 @pytest.mark.parametrize(
