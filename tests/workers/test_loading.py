@@ -15,6 +15,7 @@ from rollout.hf import HFEngine
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import Ranks
+from workers.roles.critic import CriticConfig, CriticWorker
 from workers.training.loading import load_packed
 
 CPU = torch.device("cpu")
@@ -115,14 +116,31 @@ def test_files_of_an_index_are_read(tmp_path):
 
 def test_weights_that_a_checkpoint_lacks_are_initialised_alike(tmp_path, caplog):
     path = write("qwen3", tmp_path)
-    change(path, lambda found: {name: value for name, value in found.items() if name != "lm_head.weight"})
+    absent = "model.layers.0.mlp.up_proj.weight"
+    change(path, lambda found: {name: value for name, value in found.items() if name != absent})
     first = loaded(path)
-    assert "lacks weights, which are initialised: lm_head.weight" in caplog.text
+    assert f"lacks weights, which are initialised: {absent}" in caplog.text
     torch.rand(7)  # of a generator in another state
     second = loaded(path)
-    head = first.model.lm_head.weight
-    assert torch.equal(head, second.model.lm_head.weight)
-    assert 0.01 < head.std() < 0.03  # the config's initializer_range is 0.02
+    weight = first.model.get_parameter(absent)
+    assert torch.equal(weight, second.model.get_parameter(absent))
+    assert 0.01 < weight.std() < 0.03  # the config's initializer_range is 0.02
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reward_model_is_no_policy(tmp_path, tied):
+    """A head that the checkpoint lacks was random, in a teacher too; one that is tied is the embedding."""
+    path = write("qwen3", tmp_path, tied)
+    score = {"score.weight": torch.ones(1, 8)}
+    change(path, lambda found: {name: value for name, value in found.items() if name != "lm_head.weight"} | score)
+    if tied:
+        check_equal(loaded(path), path)
+        return
+    with pytest.raises(CheckpointError, match="lacks lm_head, the language-model head, as a reward model"):
+        loaded(path)
+    with pytest.raises(CheckpointError, match="lacks lm_head"):
+        loaded(path, lora_rank=2)
+    CriticWorker(CriticConfig(str(path)), CPU)  # which needs none
 
 
 @pytest.mark.parametrize("same", [True, False])

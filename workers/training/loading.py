@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from dataproto.errors import InvalidConfig
+from dataproto.errors import CheckpointError, InvalidConfig
 from dataproto.vlm import VLMFamily, family_of
 from workers.model.attention import use_packed_attention
 from workers.model.kept_features import KeptFeatures, keeps_features
@@ -20,7 +20,7 @@ from workers.model.precision import compute_dtype
 from workers.model.quantized import four_bit
 from workers.parallel import Transform, parallelize
 from workers.ranks.mesh import Ranks
-from workers.weights.hollow_model import all_tensors, fill, hollow_model, make_room, stand_ins
+from workers.weights.hollow_model import absent_weights, all_tensors, fill, hollow_model, make_room, stand_ins
 from workers.weights.stored_tensors import CheckpointFiles, whole
 from workers.weights.weight_sources import WeightSources
 
@@ -51,9 +51,15 @@ def load_packed(
     family = checkpoint_family(config.model_path)
     with ranks.fail_together():
         model, files, sources = hollow_model(config.model_path, family, trains and config.mtp_coef > 0)
+    absent = absent_weights(model, sources)
     with stand_ins(model):
         freeze(model, family, config, trains)
         module = wrap(model, family)
+    if module.makes_logits and any(name.startswith(f"{family.head}.") for name in absent):
+        raise CheckpointError(
+            f"{config.model_path} lacks {family.head}, the language-model head, as a reward model or another classifier does: "
+            "its next tokens would be random; name the checkpoint of a model that writes text"
+        )
     if (dtype := compute_dtype(config.dtype, device.type)) == torch.bfloat16:
         store_in_half(model, family, ranks)
     use_packed_attention(model, config.flash_attention)  # instead of the default kernel

@@ -26,15 +26,7 @@ from workers.parallel.transform import repeated_layers
 from workers.ranks.mesh import AXES, Ranks
 from workers.training.accounting import Accounting, required_work, whole_work
 from workers.training.checkpoint import Saving, load_model_weights, load_training_state
-from workers.training.forward_pass import (
-    Inputs,
-    LossFn,
-    encoded,
-    forward_inputs,
-    index_on,
-    inputs_of,
-    rows_to_device,
-)
+from workers.training.forward_pass import Inputs, LossFn, encoded, forward_inputs, index_on, inputs_of, rows_to_device
 from workers.training.loading import Wrap, load_packed
 from workers.training.loss_sums import LossSums, Updated, averages, denominator, pair_of, token_weights, zero_loss
 from workers.training.memory import PHASES, SCORES, DeviceMemory, expandable_segments
@@ -263,12 +255,7 @@ class TrainingModel:
         return DataProto.from_dict(columns)
 
     def run(
-        self,
-        data: DataProto,
-        loss_fn: LossFn,
-        sums: LossSums,
-        entropy: bool = False,
-        backward: bool = True,
+        self, data: DataProto, loss_fn: LossFn, sums: LossSums, entropy: bool = False, backward: bool = True
     ) -> LossSums:
         """Forward passes over the rows and, with ``backward``, backward passes that add to the gradients.
 

@@ -114,11 +114,7 @@ def _swap(operation: Any, made: Collected, converter: WeightConverter, shape: Se
     return {name: [Swapped(tensors[0], (operation.dim0, operation.dim1))]}
 
 
-_OPERATIONS: dict[type, Callable[..., Collected]] = {
-    MergeModulelist: _merge,
-    Concatenate: _join,
-    Transpose: _swap,
-}
+_OPERATIONS: dict[type, Callable[..., Collected]] = {MergeModulelist: _merge, Concatenate: _join, Transpose: _swap}
 """The operations that are applied to parts: those of large weights, such as experts."""
 
 
