@@ -101,7 +101,7 @@ def _cauldron_messages(texts: Any, index: int, media: Mapping[str, list[Any]]) -
 
 
 def last_questions(rows: Sequence[Mapping[str, Any]], written: Callable[[Mapping[str, Any]], str]) -> ConvertedRows:
-    """Conversations as prompts: each without its last answer, which becomes the ground truth.
+    """Conversations as prompts: each up to its last answer, which becomes the ground truth; what follows it is left out.
 
     Args:
         written: the last answer of a row as a model writes it, for one that calls tools.
@@ -115,13 +115,14 @@ def last_questions(rows: Sequence[Mapping[str, Any]], written: Callable[[Mapping
 
 
 def _question(written: Callable[[Mapping[str, Any]], str], row: Mapping[str, Any], place: int) -> dict[str, Any]:
-    if not row["prompt"] or row["prompt"][-1].get("role") != "assistant":
-        raise invalid_row(row, place, "the conversation must end with an answer")
-    *asked, answer = row["prompt"]
+    answered = [at for at, message in enumerate(row["prompt"]) if message.get("role") == "assistant"]
+    if not answered:
+        raise invalid_row(row, place, "the conversation must contain an answer")
+    *asked, answer = row["prompt"][: answered[-1] + 1]
     said = answer.get("content")
     bad = partial(invalid_row, row, place)
     with raised_as(bad, f"the answer must be text or parts of text, not {said!r}", TypeError, AttributeError):
         truth = "".join(part.get("text") or "" for part in as_parts("" if said is None else said))
     if answer.get("tool_calls") is not None:
-        truth = written(row)
+        truth = written({**row, "prompt": [*asked, answer]})
     return {**row, "prompt": asked, "reward_model": {"style": "exact", "ground_truth": truth.strip()}}

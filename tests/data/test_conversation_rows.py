@@ -268,10 +268,11 @@ def test_questions_end_before_the_last_answer():
     row = {
         "prompt": [ASKED, ANSWERED, {"role": "user", "content": "Sure?"}, {"role": "assistant", "content": " Yes. "}]
     }
-    asked = last_questions([row], repr)[0]
-    assert asked["prompt"] == [ASKED, ANSWERED, {"role": "user", "content": "Sure?"}]
-    assert asked["reward_model"]["ground_truth"] == "Yes."
-    with pytest.raises(InvalidRow, match="must end with an answer"):
+    thanked = {"prompt": [*row["prompt"], {"role": "user", "content": "Thanks."}]}
+    for asked in last_questions([row, thanked], repr):
+        assert asked["prompt"] == [ASKED, ANSWERED, {"role": "user", "content": "Sure?"}]
+        assert asked["reward_model"]["ground_truth"] == "Yes."
+    with pytest.raises(InvalidRow, match="must contain an answer"):
         last_questions([{"prompt": [ASKED]}], repr)[0]
 
 

@@ -245,7 +245,7 @@ def test_a_held_out_conversation_may_end_with_a_call_and_must_not_be_empty():
     row = last_questions([{"prompt": [*ASKED, call]}], written=lambda row: str(row["prompt"][-1]["tool_calls"]))[0]
     assert row["reward_model"]["ground_truth"] == "[{'function': {'name': 'zoom'}}]"
     for messages in ([], ASKED):
-        with pytest.raises(InvalidRow, match="must end with an answer"):
+        with pytest.raises(InvalidRow, match="must contain an answer"):
             last_questions([{"prompt": messages}], repr)[0]
 
 
