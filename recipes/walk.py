@@ -15,10 +15,7 @@ from recipes.run.policy_gradient import PolicyTask, run
 from recipes.run.synthetic_environment import SyntheticEnvironment, episode_task
 
 WALK = SyntheticEnvironment(
-    make=GridWalk,
-    rows=WalkRows,
-    texts=[*(20 * [TASK]), *(50 * list(MOVES))],
-    demonstrations=RandomWalks,
+    make=GridWalk, rows=WalkRows, texts=[*(20 * [TASK]), *(50 * list(MOVES))], demonstrations=RandomWalks
 )
 
 

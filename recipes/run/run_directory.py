@@ -210,14 +210,16 @@ def open_run_directory(
             unknown, or its checkpoint is of other rows.
     """
     asked = config
-    if loader is not None:
-        check_position(config.run, loader)
+    if loader is not None and config.run.epochs is not None:
+        check_position(config.run, loader)  # of other rows an epoch has other steps
         config = replace(config, run=over_epochs(config.run, loader))
     config = with_schedules(config, updates or {})
     run: RunConfig = config.run
     directory = run.output_dir
     check_run_directory(config)
     changes = _changes(directory, config) if run.resume else []
+    if loader is not None:
+        check_position(run, loader)  # after options, which may be why rows differ
     with writing(directory):
         if run.overwrite:
             _delete_earlier(directory)

@@ -151,5 +151,11 @@ def test_a_change_that_would_train_on_held_out_rows_is_refused_and_not_recorded(
     assert main(["--resume", str(run), "--change", "steps=2", change.format(folder=folder)]) == 2
     assert "saved with rows=16, not" in (said := capsys.readouterr().err)
     assert "eval-rows and eval-data-path may hold out rows" in said
+    assert main(["--resume", str(run), "--change", "steps=2", "--instruction", "Hi."]) == 2
+    assert "--resume with data.instruction='Hi.'" in capsys.readouterr().err  # rather than the texts that it changes
+    (tmp_path / "one.jsonl").write_text("".join(rows).replace("Say", "Name"))
+    assert main(["--resume", str(run), "--change", "steps=2"]) == 2
+    assert "saved with texts=" in capsys.readouterr().err
+    (tmp_path / "one.jsonl").write_text("".join(rows))
     assert ((run / "config.json").read_text(), (run / "config.yaml").read_text()) == before
     assert main(["--resume", str(run), "--change", "steps=2"]) == 0
