@@ -46,10 +46,9 @@ class _Comparison:
         """Whether the next pass has drafts."""
         if not self.done:
             return len(self.passes[1]) < TRIAL
-        rates = [
-            fmean(tokens) / median(seconds) for tokens, seconds in (zip(*part, strict=True) for part in self.passes)
-        ]
-        return rates[1] > rates[0]
+        (without, with_drafts), times = zip(*(zip(*part, strict=True) for part in self.passes), strict=True)
+        least, drafted = map(median, times)  # a pass with drafts computes more: a shorter one tells of a busy host
+        return fmean(with_drafts) / max(least, drafted) > fmean(without) / least
 
     def note(self, drafted: bool, tokens: float, seconds: float, changed: bool) -> None:
         """A pass has given so many tokens a row. If it ``changed`` the way, it took time that the next ones do not take."""

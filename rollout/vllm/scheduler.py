@@ -7,15 +7,15 @@ of the step before is used again. And vLLM makes no output for a row that only b
 output that it has.
 
 A recurrent state exists only after the step that computes it. A sample that needs it waits for the next step, and in vLLM's queue
-all later requests wait too. So one step reads the first samples of several prompts, and the other samples continue from their
-states.
+all later requests wait too; next to drafts by a head it would not wait, but read its prompt again. So one step reads the first
+samples of several prompts, and the other samples continue from their states.
 """
 
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -68,8 +68,9 @@ class _Decoding:
     def schedule(self, *settings: Any, **options: Any) -> Any:
         """The plan of the next step; see vLLM."""
         if (plan := self._same_rows()) is None:
-            self._read_first_samples_first()
+            later = self._take_waiting_samples()
             plan = super().schedule(*settings, **options)  # type: ignore[misc]
+            cast(Any, self).waiting.extend(later)
             rows = plan.scheduled_cached_reqs
             other = any(getattr(plan, each.name) for each in fields(plan) if not each.name.startswith(SAME_ROWS))
             other = other or bool(rows.resumed_req_ids or rows.all_token_ids or rows.new_token_ids)
@@ -170,19 +171,34 @@ class _Decoding:
             vars(request).setdefault(UNTOLD, []).extend(tokens)
         return left
 
-    def _read_first_samples_first(self) -> None:
-        """Among the requests that have room to begin, the first one of each prompt comes before the others."""
+    def _take_waiting_samples(self) -> list[Any]:
+        """Takes off the queue, of the requests that have room to begin, those that wait for a state of their prompt, which
+        another sample reads, and then the requests behind them too.
+        """
         own: Any = self
-        room = own.max_num_running_reqs - len(own.running)
-        if room < 2 or not own.has_mamba_layers or not isinstance(own.waiting, deque):
-            return
-        rows = [own.waiting.popleft() for _ in range(min(room, len(own.waiting)))]
-        first: dict[Any, Any] = {}  # by prompt
+        room = min(own.max_num_running_reqs - len(own.running), len(own.waiting))
+        if room < 1 or not own.has_mamba_layers or not isinstance(own.waiting, deque):
+            return []
+        cache = own.kv_cache_manager
+        unit = cache.block_pool.hash_block_size
 
-        def follows(row: Any) -> bool:
-            return first.setdefault(row.block_hashes[-1] if row.block_hashes else row.request_id, row) is not row
+        def prompt(row: Any) -> Any:
+            last = row.num_prompt_tokens // unit - 1
+            return row.block_hashes[last] if 0 <= last < len(row.block_hashes) else row.request_id
 
-        own.waiting.extendleft(sorted(rows, key=follows)[::-1])
+        read = {prompt(row): False for row in own.running if row.num_computed_tokens < row.num_prompt_tokens}
+        begin: list[Any] = []
+        wait: list[Any] = []
+        for row in [own.waiting.popleft() for _ in range(room)]:
+            key = prompt(row)
+            (begin if read.get(key, True) else wait).append(row)
+            if key not in read:  # next to drafts by a head a state is kept up to one unit earlier
+                read[key] = cache.get_computed_blocks(row)[1] >= (row.num_prompt_tokens // unit - 1) * unit
+        if wait:
+            wait += own.waiting
+            own.waiting.clear()
+        own.waiting.extendleft(reversed(begin))
+        return wait
 
     def _try_schedule_encoder_inputs(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int, *budget: Any, **shift: Any

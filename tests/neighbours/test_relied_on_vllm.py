@@ -41,6 +41,7 @@ def test_the_scheduler_asks_every_request_for_images_and_blocks():
 
 @relied_on("vllm", TRIED, "`rollout.vllm.scheduler` begins first samples first and plans for models with states.")
 def test_what_waits_is_a_queue_and_groups_of_states_are_known():
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.request_queue import FCFSRequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -51,7 +52,8 @@ def test_what_waits_is_a_queue_and_groups_of_states_are_known():
     assert all(
         f"self.{name} =" in made for name in ("has_mamba_layers", "needs_kv_cache_zeroing", "num_lookahead_tokens")
     )
-    assert "take_new_block_ids" in vars(KVCacheManager)
+    assert {"take_new_block_ids", "get_computed_blocks"} <= vars(KVCacheManager).keys()
+    assert "self.hash_block_size =" in inspect.getsource(BlockPool.__init__)
     assert "self.num_speculative_blocks" in inspect.getsource(MambaManager.__init__)
     assert "don't schedule it in the current step" in inspect.getsource(MambaManager)
 

@@ -157,6 +157,12 @@ def test_drafts_end_where_a_device_gets_slower_by_them(monkeypatch):
     assert sum(found) < 20  # with those of the next comparison
 
 
+def test_refused_drafts_do_not_pay_where_passes_with_them_seem_shorter(monkeypatch):
+    """A pass that drafts computes more than one without, so a host that was busy made the others longer."""
+    assert Device(0.9, 0, monkeypatch).passes(60)[8:] == [False] * 52
+    assert Device(0.9, 1, monkeypatch).passes(60)[8:] == [True] * 52
+
+
 def test_few_rows_may_have_drafts_where_many_have_none(monkeypatch):
     device = Device(1.5, 0, monkeypatch)
     assert not any(device.passes(60, rows=8)[8:])

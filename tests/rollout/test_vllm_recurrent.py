@@ -157,6 +157,12 @@ def test_whatever_is_drafted_tokens_and_log_probs_are_equal(tmp_path, monkeypatc
     assert 0 < mixed["drafted_tokens"].sum() < found["drafted_tokens"].sum()
     assert torch.equal(mixed["responses"], found["responses"])
     torch.testing.assert_close(mixed["rollout_log_probs"], found["rollout_log_probs"], atol=1e-5, rtol=0)
+    others = [{**row, "prompt": f"Once more: {row['prompt']}"} for row in ROWS]  # of which nothing is cached
+    requests = build_requests(builder(others), sampling)
+    cached = {each.request: each.cached_tokens for each in engine.generate(requests, sampling)}
+    read = [max(len(request.input_ids) // 16 - 1, 0) * 16 for request in requests[::4]]  # by the first sample, and kept
+    assert [cached[place] for place in range(len(requests))] == [n for each in read for n in (0, each, each, each)]
+    assert max(read) >= 48
 
 
 @pytest.mark.long
