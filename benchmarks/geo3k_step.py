@@ -206,7 +206,8 @@ def timed_steps(
     arguments: argparse.Namespace, roles: Any, prompts: DataProto, staleness: int | None, apart: bool
 ) -> list[Figures]:
     """Seconds, tokens/s and phases of a warm-up step and the measured ones."""
-    state, loader, steps = StepState(), LookAhead(Steps(prompts)), 1 + arguments.steps
+    state, loader, steps = StepState(), LookAhead(Steps(prompts), background=True), 1 + arguments.steps
+    loader.send = roles.send_ahead
     original = roles.rollout
     # One step more than are timed: the last step of a run carries no samples on, and waits for the longest of them.
     batches, measure = carry_samples(roles, loader, staleness, state, steps + (not apart), apart)
@@ -226,6 +227,7 @@ def timed_steps(
         figures |= {name: value for name, value in {**metrics, **measured}.items() if name.startswith("training/")}
         print(f"step {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
         found.append(figures)
+    loader.close()
     roles.rollout = original
     return found
 

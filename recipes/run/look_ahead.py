@@ -1,6 +1,7 @@
 """A loader whose next batches can be looked at early, and are prepared by a thread while a step uses the present one."""
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Event, Thread
@@ -17,10 +18,10 @@ CLOSING_S = 60.0
 
 
 class BackgroundBatch:
-    """A batch that a thread prepares."""
+    """A batch that a thread prepares, and then sends, unless it is asked for by then."""
 
-    def __init__(self, loader: Loader) -> None:
-        self.loader, self.batch = loader, Future[DataProto]()
+    def __init__(self, loader: Loader, send: Callable[[DataProto], object]) -> None:
+        self.loader, self.send, self.batch = loader, send, Future[DataProto]()
         self._begins, self._dropped = Event(), False
         self._thread = Thread(target=self._prepare, name="next batch", daemon=True)
         self._thread.start()
@@ -41,9 +42,14 @@ class BackgroundBatch:
         if self._dropped:
             return
         try:
-            self.batch.set_result(next(self.loader))
+            batch = next(self.loader)
         except BaseException as error:  # for the caller of `result`
             self.batch.set_exception(error)
+            return
+        self.batch.set_result(batch)
+        if not self._begins.is_set():
+            with suppress(Exception):  # the step that uses the batch sends it then, and raises
+                self.send(batch)
 
 
 class LookAhead:
@@ -52,6 +58,8 @@ class LookAhead:
     def __init__(self, loader: Loader, background: bool = False) -> None:
         """``background``: a thread prepares the next batch while the caller uses one; `close` ends it."""
         self.loader, self.background = loader, background
+        self.send: Callable[[DataProto], object] = lambda batch: None
+        """Called by the thread with each batch that it has prepared early; see `Roles.send_ahead`."""
         self._shown: deque[tuple[DataProto, dict[str, Any], dict[int, str]]] = deque()  # with the position after each
         self._preparing: BackgroundBatch | None = None
         self._position, self.skipped = self._now()
@@ -74,7 +82,7 @@ class LookAhead:
         self.peek()
         batch, self._position, self.skipped = self._shown.popleft()
         if self.background and self._preparing is None:
-            self._preparing = BackgroundBatch(self.loader)
+            self._preparing = BackgroundBatch(self.loader, self.send)
         return batch
 
     def _now(self) -> tuple[dict[str, Any], dict[int, str]]:

@@ -127,6 +127,7 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
                     curriculum.forget()  # what an attempt that failed has observed
                     bound = partial(observed_step, bound, curriculum)
                 with attempt, launch_roles(config, task.model_path, builder, task.reward) as launched:
+                    ahead.send = launched.send_ahead
                     apart, corrected = bool(config.layout.rollout), config.algorithm.compares_engine
                     oldest, steps = config.rollout.staleness, attempt.run.steps
                     batches, measure = carry_samples(

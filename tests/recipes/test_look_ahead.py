@@ -93,6 +93,30 @@ def test_a_batch_is_prepared_while_nobody_asks_for_it(monkeypatch):
     assert number(ahead._preparing.batch.result(timeout=60)) == 1
 
 
+def test_a_batch_that_is_prepared_early_is_sent_and_one_that_is_waited_for_is_not(monkeypatch):
+    sent, failed = [], threading.Event()
+
+    def send(batch):
+        sent.append(number(batch))
+        if len(sent) == 2:
+            failed.set()
+            raise OSError("the step that uses it tells")
+
+    ahead = LookAhead(Numbers(), background=True)
+    ahead.send = send
+    for delay, expected in ((0.01, [1]), (60, [1]), (0.01, [1, 4])):
+        monkeypatch.setattr(look_ahead, "DELAY_S", delay)
+        next(ahead)
+        thread = ahead._preparing._thread
+        if delay > 1:
+            ahead._preparing._begins.set()
+        thread.join(60)
+        assert sent == expected
+    assert failed.is_set()
+    assert number(next(ahead)) == 4
+    ahead.close()
+
+
 def test_closing_ends_a_thread_that_has_not_begun_and_waits_for_one_that_has():
     begun, go_on = threading.Event(), threading.Event()
 

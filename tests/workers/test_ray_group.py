@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -252,6 +253,41 @@ def test_media_are_put_once_a_step_and_come_back_by_reference(group, monkeypatch
     group._pool.blobs.renew()
     group.sizes(data)
     assert sum(size >= 200 * 200 * 3 for size in put) == 8
+
+
+def test_media_that_were_sent_ahead_are_not_put_again_by_the_next_step(group, monkeypatch):
+    put, plain_put, blobs = [], ray.put, group._pool.blobs
+    monkeypatch.setattr(ray, "put", lambda value: put.append(getattr(value, "nbytes", 0)) or plain_put(value))
+
+    def of_step(number: int) -> DataProto:
+        images = [Image.new("RGB", (200, 200), (number, place, 0)) for place in range(4)]
+        return DataProto.from_dict(non_tensors={"media": np.array([*images, None], dtype=object)[:4]})
+
+    def puts() -> int:
+        found = sum(size >= 200 * 200 * 3 for size in put)
+        put.clear()
+        return found
+
+    first, second = of_step(1), of_step(2)
+    blobs.renew()
+    group.sizes(first)
+    assert puts() == 4
+    thread = threading.Thread(target=blobs.send_ahead, args=(second,))
+    thread.start()
+    thread.join()
+    assert puts() == 4
+    group.sizes(first)
+    assert puts() == 0  # of the step that runs
+    blobs.renew()
+    second["media"][3].putpixel((0, 0), (9, 9, 9))
+    assert [pixel[0] for pixel in group.sizes(second)["pixel"]] == [2, 2, 2, 9]
+    assert puts() == 1
+    blobs.renew()
+    group.sizes(second)
+    assert puts() == 4
+    monkeypatch.setattr(blobs, "_limit", 7 * 200 * 200 * 3)  # without room for two steps
+    blobs.send_ahead(of_step(3))
+    assert puts() == 0
 
 
 def stored_bytes() -> int:

@@ -22,6 +22,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dataproto import DataProto
 from dataproto.errors import InvalidConfig, WorkerFailed, end_after, ending
 from dataproto.extras import unimportable_modules
 from dataproto.serialization.wire import Buffer, SharedBlobs, shared_blobs
@@ -150,6 +151,11 @@ class RayBlobs:
         return RayBlobs, ()
 
 
+def _no_blobs() -> tuple[RayBlobs, SharedBlobs]:
+    store = RayBlobs()
+    return store, SharedBlobs(store)
+
+
 class StepBlobs:
     """The media that the driver has put into the object store in this step; later calls of the step refer to them.
 
@@ -159,12 +165,22 @@ class StepBlobs:
     def __init__(self, limit_bytes: int | None = None) -> None:
         """``limit_bytes``: by default `MEDIA_SHARE` of the object store of the driver's node."""
         self._limit = limit_bytes
+        self._ahead: tuple[RayBlobs, SharedBlobs] | None = None  # of the next step
         self.renew()
 
     def renew(self) -> None:
-        """Begins a new step: releases the media of the previous one."""
-        self._store = RayBlobs()
-        self._shared = SharedBlobs(self._store)
+        """Begins a new step: releases the media of the previous one, but not those that were sent ahead."""
+        self._store, self._shared = self._ahead or _no_blobs()
+        self._ahead = None
+
+    def send_ahead(self, data: DataProto) -> None:
+        """Puts the media of a batch of the next step into the store, from any thread, if those of two steps have room."""
+        if self._limit is None or 2 * self._store.num_bytes > self._limit:
+            return
+        store, shared = _no_blobs()
+        with shared.open():
+            ray.put(data)
+        self._ahead = store, shared
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:

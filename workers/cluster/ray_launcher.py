@@ -268,7 +268,8 @@ def start_roles(plan: LaunchPlan, phase: Phase, **options: Any) -> Roles:
         ends = stack.pop_all().close
         actor, engines = groups.pop("actor"), groups.pop("rollout", None)
         release = (lambda: None) if engines is None else engines.release
-        return Roles(actor, engines, groups, ends, after_sync, release, devices, scores_apart=apart)
+        send = pool.blobs.send_ahead
+        return Roles(actor, engines, groups, ends, after_sync, release, devices, scores_apart=apart, send_ahead=send)
 
 
 def with_absolute_paths(plan: LaunchPlan) -> LaunchPlan:

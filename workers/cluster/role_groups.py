@@ -115,6 +115,8 @@ class Roles:
     start_seconds: dict[str, float] = field(default_factory=dict)  # of the phases of the start; see `launch`
     scores_apart: bool = False  # whether a reward function scores in processes of its own, on no device of the models
     ways: Mapping[str, str] = field(default_factory=dict)  # how one gets an optional role, where not by `launch`
+    send_ahead: Callable[[DataProto], object] = lambda data: None
+    """Sends roles in other processes the media of a batch that the next step samples from. A thread may call it."""
 
     @property
     def reference(self) -> Any:
