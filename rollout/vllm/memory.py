@@ -49,12 +49,18 @@ def model_state(worker: Any) -> dict[str, Tensor]:
     return found
 
 
-def copied_state(worker: Any) -> State:
-    """Copies of `model_state`."""
-    return {
-        name: tensor.detach().cpu().clone() if tensor.detach().reshape(-1).view(torch.uint8).any() else None
-        for name, tensor in model_state(worker).items()
-    }
+def copied_state(worker: Any, earlier: State) -> State:
+    """Copies of `model_state`, in the memory of ``earlier`` ones where it fits; on CUDA it is pinned."""
+    state, copies = model_state(worker), dict[str, Tensor | None]()
+    used = [each.detach().reshape(-1).view(torch.uint8).any() for each in state.values()]
+    for (name, tensor), is_used in zip(state.items(), torch.stack(used).tolist() if used else [], strict=True):
+        copy = earlier.get(name) if is_used else None
+        if is_used and (copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype)):
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name] = None if copy is None else copy.copy_(tensor.detach(), non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copies
 
 
 @torch.inference_mode()  # some of them were made in it
@@ -63,7 +69,7 @@ def restore_state(worker: Any, copies: State) -> None:
     state = model_state(worker)
     for name, copy in copies.items():
         if name in state:
-            _ = state[name].zero_() if copy is None else state[name].copy_(copy)
+            _ = state[name].zero_() if copy is None else state[name].copy_(copy, non_blocking=True)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -108,6 +114,7 @@ class EngineMemory:
         """By the last sleep."""
         self._got_weights = False  # since the last sleep
         self._rollouts = 0  # with new weights
+        self._state: State = {}
         self.keep_state()
 
     def load(self, weights: Weights, of_head: Sequence[tuple[str, Tensor]] = ()) -> None:
@@ -163,8 +170,7 @@ class EngineMemory:
 
     def keep_state(self) -> None:
         """Copies what the model computes with besides its weights to the host."""
-        copies: tuple[State] = self.llm.collective_rpc(copied_state)
-        (self._state,) = copies
+        (self._state,) = self.llm.collective_rpc(copied_state, args=(self._state,))
 
     def restore_state(self) -> None:
         """Restores what the model has lost of this since then."""
