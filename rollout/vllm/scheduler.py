@@ -182,18 +182,24 @@ class _Decoding:
         cache = own.kv_cache_manager
         unit = cache.block_pool.hash_block_size
 
-        def prompt(row: Any) -> Any:
-            last = row.num_prompt_tokens // unit - 1
-            return row.block_hashes[last] if 0 <= last < len(row.block_hashes) else row.request_id
+        def units(
+            row: Any,
+        ) -> int:  # whose hashes a sample needs; its state is there, or one earlier next to drafts by a head
+            return int(row.num_prompt_tokens - (not self._by_head)) // unit
 
-        read = {prompt(row): False for row in own.running if row.num_computed_tokens < row.num_prompt_tokens}
+        def prompt(row: Any) -> Any:
+            last = units(row)
+            return row.block_hashes[last - 1] if self._by_head < last <= len(row.block_hashes) else row.request_id
+
+        reads = [row for row in own.running if row.num_computed_tokens < row.num_prompt_tokens]
+        kept: dict[Any, bool | None] = dict.fromkeys(map(prompt, reads), False)  # None: not looked up yet
         begin: list[Any] = []
         wait: list[Any] = []
         for row in [own.waiting.popleft() for _ in range(room)]:
             key = prompt(row)
-            (begin if read.get(key, True) else wait).append(row)
-            if key not in read:  # next to drafts by a head a state is kept up to one unit earlier
-                read[key] = cache.get_computed_blocks(row)[1] >= (row.num_prompt_tokens // unit - 1) * unit
+            if kept.get(key, True) is None:
+                kept[key] = cache.get_computed_blocks(row)[1] >= (units(row) - self._by_head) * unit
+            (wait if kept.setdefault(key, None) is False else begin).append(row)
         if wait:
             wait += own.waiting
             own.waiting.clear()

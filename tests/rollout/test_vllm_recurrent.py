@@ -67,17 +67,42 @@ def test_samples_go_on_from_the_state_of_the_first_one(both):
     assert distance(both, generate(both, both.vllm, SAMPLED)) < 0.05  # all from cached states
 
 
-def test_prompts_with_pictures_are_read_together(both, monkeypatch):
-    """One step reads all prompts up to the states that are kept, one the rest of them and the other samples; vLLM's own order
-    takes two or more for each prompt."""
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row for row in ROWS if row["images"]] * 2,
+        [{"prompt": each, "images": []} for each in ("one", "two", "three", "four")],  # one unit and a part of the next
+    ],
+)
+def test_prompts_are_read_together(both, monkeypatch, rows):
+    """One step reads all prompts up to the states that are kept, one the rest of them, and one the other samples; vLLM's own
+    order takes two or more for each prompt.
+    """
     both.vllm.load_weights(both.actor.named_weights())
     steps, step = [], both.vllm.engine.step
     monkeypatch.setattr(both.vllm.engine, "step", lambda: [steps.append(1), step()][1])
-    prompts, sampling = both.builder([row for row in ROWS if row["images"]] * 2), replace(SAMPLED, max_tokens=1)
+    prompts, sampling = both.builder(rows), replace(SAMPLED, max_tokens=1)
     requests = build_requests(prompts, sampling)
     assert len(list(both.vllm.generate(requests, sampling))) == len(prompts) * SAMPLED.n
     assert len(prompts) >= 4
     assert len(steps) <= 4
+
+
+def test_only_prompts_with_several_samples_are_looked_up_in_the_queue(both, monkeypatch):
+    scheduler = both.vllm.engine.engine_core.engine_core.scheduler
+    looked_up, manager, take = [], scheduler.kv_cache_manager, scheduler._take_waiting_samples
+    own = manager.get_computed_blocks
+
+    def noted():
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "get_computed_blocks", lambda row: looked_up.append(row) or own(row))
+            return take()
+
+    monkeypatch.setattr(scheduler, "_take_waiting_samples", noted)
+    for n, prompts in ((1, 0), (3, len(both.prompts))):
+        generate(both, both.vllm, replace(SAMPLED, n=n))
+        assert len(looked_up) >= prompts
+        assert prompts or not looked_up
 
 
 def checkpoint_with_head(path):
