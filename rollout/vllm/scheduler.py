@@ -182,9 +182,8 @@ class _Decoding:
         cache = own.kv_cache_manager
         unit = cache.block_pool.hash_block_size
 
-        def units(
-            row: Any,
-        ) -> int:  # whose hashes a sample needs; its state is there, or one earlier next to drafts by a head
+        def units(row: Any) -> int:
+            """Whose hashes a sample needs. Its state is at their end, or one unit earlier next to drafts by a head."""
             return int(row.num_prompt_tokens - (not self._by_head)) // unit
 
         def prompt(row: Any) -> Any:
