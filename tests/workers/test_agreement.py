@@ -229,8 +229,12 @@ def bad_losses(path: str) -> list[Raised]:
     def narrow(outputs: Any, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         return -outputs.scores[:, 1:], {}
 
+    def constant(outputs: Any, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+        return -outputs.scores.detach(), {}
+
     data, found = rows(), list[Raised]()
     data.meta_info[MAX_TOKENS] = 4
+    assert actor.forward(data, constant).metrics == actor.forward(data, likelihood).metrics
     expected = actor.forward_backward(data, likelihood).metrics
     actor.drop_update()
     for call in (actor.update, actor.accumulate, actor.forward, actor.forward_backward):
@@ -238,6 +242,9 @@ def bad_losses(path: str) -> list[Raised]:
             called.clear()
             found.append(raised_by(partial(call, data, loss)))
             assert all(weight.grad is None for weight in actor.module.parameters())
+    for call in (actor.update, actor.accumulate, actor.forward_backward):
+        found.append(raised_by(partial(call, data, constant)))
+    assert all(weight.grad is None for weight in actor.module.parameters())
     assert actor.model.optimizer.steps == 0
     assert actor.forward_backward(data, likelihood).metrics == expected  # ranks are in step
     return found
@@ -309,6 +316,7 @@ def test_a_loss_that_fails_on_the_last_stage_is_told_on_the_others(outcomes):
     assert not isinstance(last, str), last
     narrow = ("InvalidColumn", "the loss function returned (1, 3) as ")
     expected = [("OverflowError", "micro-batch 1"), ("OverflowError", "micro-batch 2"), narrow] * 4
+    expected += [("InvalidColumn", "the loss function returned a loss without gradient")] * 3
     for mine, (kind, message, told), (its_kind, text) in zip(first, last, expected, strict=True):
         assert (kind, told) == (its_kind, True)
         assert message.startswith(text)

@@ -221,6 +221,22 @@ def test_a_loss_without_its_metrics_is_refused_and_the_next_one_taken(returned, 
     assert worker.update(rows(), loss_fn)["actor/grad_norm"] > 0
 
 
+def test_a_loss_without_gradient_is_refused_unless_none_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_PRIMITIVES_FOLDER", write_checkpoint("qwen3_vl", tmp_path))
+    worker, data = actor(), rows()
+
+    def constant(outputs, data):
+        return -outputs.log_probs.detach(), {}
+
+    for call in (worker.update, worker.forward_backward):
+        with pytest.raises(InvalidColumn, match=r"a loss without gradient: .* return 0 \* outputs.scores"):
+            call(data, constant)
+    assert all(weight.grad is None for weight in worker.module.parameters())
+    expected = worker.forward(data, lambda outputs, data: (-outputs.log_probs, {}))
+    assert worker.forward(data, constant).metrics == expected.metrics
+    assert worker.update(data, lambda outputs, data: (0 * outputs.scores, {}))["actor/grad_norm"] == 0
+
+
 @pytest.mark.parametrize("call", ["update", "accumulate"])
 def test_an_update_is_not_mixed_with_passes_that_wait_for_their_step(call):
     data, worker, other = rows(), actor(), actor()

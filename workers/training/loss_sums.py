@@ -145,10 +145,16 @@ class LossSums:
         """Adds the rows at ``index``, with values ``(n, R)``; returns their weighted loss (), with gradient.
 
         Raises:
-            InvalidColumn: the loss, or a metric that is no single number, has another shape than the scores.
+            InvalidColumn: the loss, or a metric that is no single number, has another shape than the scores; or the loss has no
+                gradient, where they have one.
         """
         refuse_other_shapes({self.loss_name: loss}, scores.shape)
         refuse_other_shapes(metrics, scores.shape, torch.Size())
+        if scores.requires_grad and not loss.requires_grad:
+            raise InvalidColumn(
+                "the loss function returned a loss without gradient: compute it from the outputs, neither detached nor under "
+                "torch.no_grad(); where there is nothing to learn, return 0 * outputs.scores"
+            )
         weights, rows = move(self.weights[index], self.device), index_on(index, self.device)
         total = weighted_sum(loss, weights)
         self.totals[self.loss_name] += total.detach()
