@@ -35,6 +35,7 @@ from workers.model.model_config import ModelConfig
 from workers.model.named_weights import named_weights
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
+from workers.parallel.compiling import MEANT
 from workers.parallel.tensor import VocabularyEmbedding, partial_parameters, sum_gradients
 from workers.ranks.autograd_collectives import Peers
 from workers.ranks.layout import Layout
@@ -195,7 +196,7 @@ def what_is_asked_of_other_ranks(mode):
 
 
 def compiled_layers_give_the_same(model_type, mode):
-    """Layers compiled for one batch, and for another of another length; without graph breaks."""
+    """Layers compiled for one batch, and for another of another length; without graph breaks but around split experts."""
     config = config_with_heads(model_type, heads=4, key_value_heads=2)
     torch._dynamo.reset()
     counters.clear()
@@ -204,7 +205,7 @@ def compiled_layers_give_the_same(model_type, mode):
         data = rows(config)
         found = run_pass(config, data, joined(TWO), activation_checkpointing=mode, compile=True)
         wrong += differences(found, run_pass(config, data))
-    return wrong, dict(counters["graph_break"])
+    return wrong, [reason for reason in counters["graph_break"] if not MEANT.search(reason)]
 
 
 def gradients_add_up_in_buckets():
@@ -295,7 +296,7 @@ def test_split_layers_can_be_compiled(tmp_path):
     modes = {"qwen2_5_vl": "none", "qwen3_vl": "selective", "qwen3_vl_moe": "full"}
     cases = {f"{kind}, {mode}": partial(compiled_layers_give_the_same, kind, mode) for kind, mode in modes.items()}
     for case, outcome in run_ranks(2, cases, tmp_path, timeout=600).items():
-        assert outcome == [([], {})] * 2, case
+        assert outcome == [([], [])] * 2, case
 
 
 @pytest.mark.long
