@@ -21,7 +21,6 @@ from workers.parallel.transform import Transform
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
 from workers.training.forward_pass import forward_rows
-from workers.training.loss_sums import zero_loss
 from workers.training.micro_batches import MicroBatch, MicroBatchFeed, common_lengths, micro_batches
 
 CPU = torch.device("cpu")
@@ -150,11 +149,10 @@ def _over_stages(
     """Log-probs and entropies ``(B, 2, R)`` of two micro-batches or more, and their gradients."""
     found = torch.zeros(len(data), 2, data["response_mask"].shape[1])
 
-    def conclude(part: MicroBatch, outputs: Any) -> Tensor:
-        if part.inert:
-            return zero_loss(outputs)
-        found[part.index] = torch.stack([outputs.log_probs, outputs.entropy], 1).detach()
-        return weighted(outputs, part.index)
+    def conclude(part: MicroBatch, outputs: Any) -> None:
+        if not part.inert:
+            found[part.index] = torch.stack([outputs.log_probs, outputs.entropy], 1).detach()
+            weighted(outputs, part.index).backward()
 
     parts = micro_batches(data, module, 60 * ranks.size("sp"), ranks)
     for transform in transforms:

@@ -44,7 +44,7 @@ def rows() -> DataProto:
 
 
 def raised_by(call: Callable[[], Any]) -> Raised:
-    with pytest.raises((DataProtoError, OverflowError)) as caught:
+    with pytest.raises((DataProtoError, OverflowError, RuntimeError)) as caught:
         call()
     return type(caught.value).__name__, str(caught.value), raised_on_all_ranks(caught.value)
 
@@ -213,8 +213,8 @@ def missing_responses(path: str) -> Raised:
 
 
 def bad_losses(path: str) -> list[Raised]:
-    """Loss functions that fail where they run, on the last stage of a pipeline: at the first micro-batch, at a later one, and by
-    what they return.
+    """Loss functions that fail where they run, on the last stage of a pipeline: at the first micro-batch, at a later one, by what
+    they return, and in the backward pass.
     """
     actor = ActorWorker(ActorConfig(path, token_budget=10), CPU, init_ranks(Layout(pp=2), CPU))
     assert len(actor.model.micro_batches(rows())) == 2
@@ -232,6 +232,10 @@ def bad_losses(path: str) -> list[Raised]:
     def constant(outputs: Any, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         return -outputs.scores.detach(), {}
 
+    def in_place(outputs: Any, data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+        ratio = outputs.scores.exp()  # which the backward pass needs
+        return -ratio.mul_(2).sqrt(), {}
+
     data, found = rows(), list[Raised]()
     data.meta_info[MAX_TOKENS] = 4
     assert actor.forward(data, constant).metrics == actor.forward(data, likelihood).metrics
@@ -243,7 +247,7 @@ def bad_losses(path: str) -> list[Raised]:
             found.append(raised_by(partial(call, data, loss)))
             assert all(weight.grad is None for weight in actor.module.parameters())
     for call in (actor.update, actor.accumulate, actor.forward_backward):
-        found.append(raised_by(partial(call, data, constant)))
+        found += [raised_by(partial(call, data, loss)) for loss in (constant, in_place)]
     assert all(weight.grad is None for weight in actor.module.parameters())
     assert actor.model.optimizer.steps == 0
     assert actor.forward_backward(data, likelihood).metrics == expected  # ranks are in step
@@ -316,7 +320,12 @@ def test_a_loss_that_fails_on_the_last_stage_is_told_on_the_others(outcomes):
     assert not isinstance(last, str), last
     narrow = ("InvalidColumn", "the loss function returned (1, 3) as ")
     expected = [("OverflowError", "micro-batch 1"), ("OverflowError", "micro-batch 2"), narrow] * 4
-    expected += [("InvalidColumn", "the loss function returned a loss without gradient")] * 3
+    constant = ("InvalidColumn", "the loss function returned a loss without gradient")
+    in_place = (
+        "RuntimeError",
+        "one of the variables needed for gradient computation has been modified by an inplace operation",
+    )
+    expected += [constant, in_place] * 3
     for mine, (kind, message, told), (its_kind, text) in zip(first, last, expected, strict=True):
         assert (kind, told) == (its_kind, True)
         assert message.startswith(text)

@@ -260,8 +260,3 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 def largest(values: Tensor, weights: Tensor) -> Tensor:
     """The largest value, at least 0, among tokens of weight above 0."""
     return torch.where(weights > 0, values, 0.0).amax().clamp_min(0.0)
-
-
-def zero_loss(outputs: Any) -> Tensor:
-    """The loss () of a micro-batch without tokens: zero, for the backward pass that other ranks need."""
-    return outputs.scores.sum()

@@ -198,8 +198,8 @@ def as_index(rows: np.ndarray) -> slice | Tensor:
     return torch.from_numpy(rows)
 
 
-Conclude = Callable[[MicroBatch, Any], Tensor]
-"""From a micro-batch and its outputs to the number () that the backward pass starts from."""
+Conclude = Callable[[MicroBatch, Any], None]
+"""Takes a micro-batch and its outputs, and passes its loss back as far as to them."""
 
 
 class MicroBatchFeed:
@@ -225,8 +225,13 @@ class MicroBatchFeed:
         return tokens, part, spans
 
     def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:
-        """From the result of `PackedVLM.forward` to the number () that the backward pass starts from."""
-        part = self.parts[number]
+        """From the result of `PackedVLM.forward` to the number () that the backward pass starts from.
+
+        That of the loss function is made here already: an error in it stops none of the stages, which wait for each other.
+        """
+        part, given = self.parts[number], [each for each in (scores, entropies) if each is not None]
+        leaves = [each.detach().requires_grad_(each.requires_grad) for each in given]
         shape, cells = tuple(part.rows["response_mask"].shape), rows.response_cells
-        entropy = None if entropies is None else unpack_cells(entropies, cells, shape)
-        return self._conclude(part, self.module.outputs(unpack_cells(scores, cells, shape), entropy))
+        self._conclude(part, self.module.outputs(*(unpack_cells(each, cells, shape) for each in leaves)))
+        slopes = [0 if leaf.grad is None else leaf.grad for leaf in leaves]
+        return torch.stack([(each * slope).sum() for each, slope in zip(given, slopes, strict=True)]).sum()

@@ -28,7 +28,7 @@ from workers.training.accounting import Accounting, required_work, whole_work
 from workers.training.checkpoint import Saving, load_model_weights, load_training_state
 from workers.training.forward_pass import Inputs, LossFn, encoded, forward_inputs, index_on, inputs_of, rows_to_device
 from workers.training.loading import Wrap, load_packed
-from workers.training.loss_sums import LossSums, Updated, averages, denominator, pair_of, token_weights, zero_loss
+from workers.training.loss_sums import LossSums, Updated, averages, denominator, pair_of, token_weights
 from workers.training.memory import PHASES, SCORES, DeviceMemory, expandable_segments
 from workers.training.micro_batches import Conclude, MicroBatch, MicroBatchFeed, micro_batches
 from workers.training.mini_batches import ROW, cut_minibatches_of_rank, pad_minibatches
@@ -232,13 +232,12 @@ class TrainingModel:
         found = torch.zeros(len(names), *data["response_mask"].shape, device=self.device)
         self.module.eval()
 
-        def keep(part: MicroBatch, outputs: Any) -> Tensor:
+        def keep(part: MicroBatch, outputs: Any) -> None:
             if not part.inert:
                 rows = index_on(part.index, self.device)
                 found[0, rows] = outputs.scores
                 if entropy:
                     found[1, rows] = outputs.entropy
-            return outputs.scores.new_zeros(())
 
         with PHASES.phase(SCORES.get(into, into)), self._passes(backward=False):
             parts = self.micro_batches(data, backward=False)
@@ -265,21 +264,22 @@ class TrainingModel:
             sums: takes the loss, metrics and scores of this rank's rows; its weights ``(B, R)`` are those of the tokens.
 
         Raises:
-            Exception: that of the loss function.
+            Exception: that of the loss function, or of its backward pass.
             RankFailure: it failed on the last stage of a pipeline, and this rank has another one.
         """
         self.module.train(backward)
         failed: list[Exception] = []
 
-        def conclude(part: MicroBatch, outputs: Any) -> Tensor:
+        def conclude(part: MicroBatch, outputs: Any) -> None:
             """In a pipeline: after an error the last stage still passes over what the other stages send, which wait for it."""
             if not part.inert and not failed:
                 try:
                     loss, metrics = pair_of(loss_fn(outputs, rows_to_device(part.rows, self.device)))
-                    return sums.add(part.index, outputs.scores, loss, metrics)
+                    total = sums.add(part.index, outputs.scores, loss, metrics)
+                    if backward:
+                        total.backward()
                 except Exception as error:
                     failed.append(error)
-            return zero_loss(outputs)
 
         with self._passes(backward):
             parts = self.micro_batches(data, backward)
@@ -293,7 +293,7 @@ class TrainingModel:
             for number, (part, outputs) in enumerate(self._forward(parts, entropy)):
                 with self.accounting.phase("forward"):
                     if part.inert:
-                        total = zero_loss(outputs)
+                        total = outputs.scores.sum()  # of no token: zero, for the backward pass that other ranks need
                     else:
                         loss, metrics = pair_of(loss_fn(outputs, rows_to_device(part.rows, self.device)))
                         if (ahead := getattr(outputs, "head_log_probs", None)) is not None:
