@@ -172,6 +172,21 @@ def test_a_step_whose_loss_is_not_finite_is_skipped_and_its_row_named(checkpoint
     assert all(torch.equal(weight, before[name]) for name, weight in actor.named_weights())
 
 
+def test_a_skipped_step_is_told_if_a_later_minibatch_fails(checkpoint, caplog):
+    actor, data = ActorWorker(ActorConfig(checkpoint), CPU), mixed_rows("qwen3_vl")
+
+    def loss_fn(outputs, rows):
+        if actor.model.optimizer.steps:
+            raise OverflowError("the second mini-batch")
+        return float("inf") * outputs.log_probs, {}
+
+    data["uid"] = np.array([f"row-{row}" for row in range(len(data))], dtype=object)
+    with pytest.raises(OverflowError, match="the second mini-batch"):
+        actor.update(data, loss_fn, minibatch=len(data) // 2)
+    assert actor.model.optimizer.skipped_steps == 1
+    assert "optimizer step 0 skipped, gradient norm nan; the update failed later" in caplog.text
+
+
 def tiny_actor(path):
     tiny_model("qwen2_5_vl").save_pretrained(path)
     return ActorWorker(ActorConfig(str(path), optimizer=OptimizerConfig(lr=1e-3)), CPU)

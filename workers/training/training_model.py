@@ -453,7 +453,8 @@ class TrainingModel:
             expandable_segments(self.device),
             self.residence.using(changes=True),
         ):
-            yield update
+            with undoing(update.log_skipped):
+                yield update
             self._choose_unsharded(learns=True)
             update.finish()
 
@@ -548,6 +549,12 @@ class Update:
                 model.accounting.add(whole_work(model.ranks.all_gather(required_work(model.module, rows), "pp")))
                 yield rows, sums
                 self._steps.append(MadeStep(part, sums, model.step(), model.optimizer.steps - 1))
+
+    def log_skipped(self) -> None:
+        """After an error: tells of steps that were skipped before it, without the rows, which ranks cannot gather any more."""
+        for made in self._steps:
+            if not math.isfinite(norm := float(made.stepped["grad_norm"])):
+                log.warning("optimizer step %d skipped, gradient norm %s; the update failed later", made.number, norm)
 
     def finish(self) -> None:
         """Makes the result, with the times and operations that the model has recorded. Here the host waits for the device."""
