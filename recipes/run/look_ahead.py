@@ -42,14 +42,12 @@ class BackgroundBatch:
         if self._dropped:
             return
         try:
-            batch = next(self.loader)
+            self.batch.set_result(next(self.loader))
         except BaseException as error:  # for the caller of `result`
             self.batch.set_exception(error)
-            return
-        self.batch.set_result(batch)
-        if not self._begins.is_set():
+        if not self._begins.is_set() and self.batch.exception() is None:
             with suppress(Exception):  # the step that uses the batch sends it then, and raises
-                self.send(batch)
+                self.send(self.batch.result())
 
 
 class LookAhead:

@@ -179,8 +179,7 @@ class _Decoding:
         room = min(own.max_num_running_reqs - len(own.running), len(own.waiting))
         if room < 1 or not own.has_mamba_layers or not isinstance(own.waiting, deque):
             return []
-        cache = own.kv_cache_manager
-        unit = cache.block_pool.hash_block_size
+        unit = own.kv_cache_manager.block_pool.hash_block_size
 
         def units(row: Any) -> int:
             """Whose hashes a sample needs. Its state is at their end, or one unit earlier next to drafts by a head."""
@@ -197,7 +196,7 @@ class _Decoding:
         for row in [own.waiting.popleft() for _ in range(room)]:
             key = prompt(row)
             if kept.get(key, True) is None:
-                kept[key] = cache.get_computed_blocks(row)[1] >= (units(row) - self._by_head) * unit
+                kept[key] = own.kv_cache_manager.get_computed_blocks(row)[1] >= (units(row) - self._by_head) * unit
             (wait if kept.setdefault(key, None) is False else begin).append(row)
         if wait:
             wait += own.waiting

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
@@ -151,11 +151,6 @@ class RayBlobs:
         return RayBlobs, ()
 
 
-def _no_blobs() -> tuple[RayBlobs, SharedBlobs]:
-    store = RayBlobs()
-    return store, SharedBlobs(store)
-
-
 class StepBlobs:
     """The media that the driver has put into the object store in this step; later calls of the step refer to them.
 
@@ -165,22 +160,22 @@ class StepBlobs:
     def __init__(self, limit_bytes: int | None = None) -> None:
         """``limit_bytes``: by default `MEDIA_SHARE` of the object store of the driver's node."""
         self._limit = limit_bytes
-        self._ahead: tuple[RayBlobs, SharedBlobs] | None = None  # of the next step
+        self._ahead: SharedBlobs | None = None  # of the next step
         self.renew()
 
     def renew(self) -> None:
         """Begins a new step: releases the media of the previous one, but not those that were sent ahead."""
-        self._store, self._shared = self._ahead or _no_blobs()
-        self._ahead = None
+        self._shared, self._ahead = self._ahead or SharedBlobs(RayBlobs()), None
+        self._store = cast(RayBlobs, self._shared.store)
 
     def send_ahead(self, data: DataProto) -> None:
         """Puts the media of a batch of the next step into the store, from any thread, if those of two steps have room."""
         if self._limit is None or 2 * self._store.num_bytes > self._limit:
             return
-        store, shared = _no_blobs()
+        shared = SharedBlobs(RayBlobs())
         with shared.open():
             ray.put(data)
-        self._ahead = store, shared
+        self._ahead = shared
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
