@@ -115,18 +115,16 @@ def run(config: PolicyGradientConfig, step: AlgorithmStep, prepare: Callable[[An
         # where models do not wait for threads of this process, and the next prompts do not depend on this step
         ahead = LookAhead(task.loader, background=config.on == "ray" and curriculum is None)
         kept = KeptRollouts(config.run.output_dir, config.keep_rollouts, builder.tokenizer)
-        with (
-            naming_options(config, config.data.max_prompt_length + config.longest_response),
-            reported(config.run.output_dir, started) as directory,
-            closing(ahead),
-        ):
+        longest = config.data.max_prompt_length + config.longest_response
+        with naming_options(config, longest), reported(config.run.output_dir, started) as directory:
             for attempt in attempts(config.run, ahead, config.max_restarts):
                 state = StepState(0, partial(next_batch, ahead), curriculum)
                 bound = partial(step, config=config.algorithm, sampling=config.sampling(), state=state)
                 if curriculum is not None:
                     curriculum.forget()  # what an attempt that failed has observed
                     bound = partial(observed_step, bound, curriculum)
-                with attempt, launch_roles(config, task.model_path, builder, task.reward) as launched:
+                # its thread sends to the roles, so it ends before them
+                with attempt, launch_roles(config, task.model_path, builder, task.reward) as launched, closing(ahead):
                     ahead.send = launched.send_ahead
                     apart, corrected = bool(config.layout.rollout), config.algorithm.compares_engine
                     oldest, steps = config.rollout.staleness, attempt.run.steps

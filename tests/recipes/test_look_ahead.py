@@ -1,6 +1,8 @@
 """The next batch, looked at early or prepared by a thread: the same batches, positions and errors."""
 
 import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,6 +186,35 @@ def test_a_thread_prepares_batches_where_models_are_in_other_processes(tmp_path,
     with pytest.raises(Made) as caught:
         policy_gradient.run(parse(options), grpo_step)
     assert caught.value.args == (background,)
+
+
+def test_the_thread_ends_before_the_roles_that_it_sends_to(tmp_path, monkeypatch):
+    """After the end of Ray it would start another one by its first put."""
+    threads, alive = [], []
+
+    class Failed(Exception):
+        pass
+
+    @contextmanager
+    def launched(*_):
+        try:
+            yield SimpleNamespace(send_ahead=print)
+        finally:
+            alive.extend(each.is_alive() for each in threads)
+
+    def train(run, roles, batches, *_):
+        next(batches)
+        threads.append(batches._preparing._thread)
+        raise Failed
+
+    monkeypatch.setattr(look_ahead, "DELAY_S", 60.0)
+    monkeypatch.setattr(policy_gradient, "launch_roles", launched)
+    monkeypatch.setattr(policy_gradient, "carry_samples", lambda launched, ahead, *_, **__: (ahead, None))
+    monkeypatch.setattr(policy_gradient, "train", train)
+    options = ["--preset", "tiny", "--model-path", str(make_tiny_model(tmp_path / "model")), "--on", "ray"]
+    with pytest.raises(Failed):
+        policy_gradient.run(parse([*options, "--eval-rows", "2", "--output-dir", str(tmp_path / "run")]), grpo_step)
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -285,9 +285,40 @@ def test_media_that_were_sent_ahead_are_not_put_again_by_the_next_step(group, mo
     blobs.renew()
     group.sizes(second)
     assert puts() == 4
+    with monkeypatch.context() as ended:  # a put would start another Ray
+        ended.setattr(ray, "is_initialized", lambda: False)
+        blobs.send_ahead(of_step(3))
+    assert puts() == 0
     monkeypatch.setattr(blobs, "_limit", 7 * 200 * 200 * 3)  # without room for two steps
     blobs.send_ahead(of_step(3))
     assert puts() == 0
+
+
+def test_a_step_that_ends_waits_for_the_media_that_are_being_sent(group, monkeypatch):
+    """They were put once more by the next step, and those of the thread were kept for a step that did not need them."""
+    images = [Image.new("RGB", (200, 200), (7, place, 0)) for place in range(4)]
+    data = DataProto.from_dict(non_tensors={"media": np.array([*images, None], dtype=object)[:4]})
+    put, plain_put, begun, go_on, blobs = [], ray.put, threading.Event(), threading.Event(), group._pool.blobs
+
+    def slow_put(value):
+        put.append(getattr(value, "nbytes", 0))
+        if value is data:
+            begun.set()
+            go_on.wait(60)
+        return plain_put(value)
+
+    monkeypatch.setattr(ray, "put", slow_put)
+    thread = threading.Thread(target=blobs.send_ahead, args=(data,))
+    thread.start()
+    assert begun.wait(60)
+    timer = threading.Timer(0.2, go_on.set)
+    timer.start()
+    blobs.renew()
+    assert [pixel[0] for pixel in group.sizes(data)["pixel"]] == [7] * 4
+    thread.join()
+    timer.join()
+    assert sum(size >= 200 * 200 * 3 for size in put) == 4
+    assert blobs._ahead is None
 
 
 def stored_bytes() -> int:
@@ -302,6 +333,11 @@ def test_the_store_frees_the_media_of_a_step_that_ended(group):
     for number in range(6):
         images = [Image.new("RGB", (400, 400), (number, place, 0)) for place in range(4)]
         data = DataProto.from_dict(non_tensors={"media": np.array([*images, None], dtype=object)[:4]})
+        if number % 2:
+            thread = threading.Thread(target=group._pool.blobs.send_ahead, args=(data,))
+            thread.start()
+            thread.join()
+            group._pool.blobs.renew()
         assert len(group.sizes(group.same_media(data))) == 4
         group._pool.blobs.renew()
     deadline = time.monotonic() + 20

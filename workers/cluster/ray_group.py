@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -161,21 +162,25 @@ class StepBlobs:
         """``limit_bytes``: by default `MEDIA_SHARE` of the object store of the driver's node."""
         self._limit = limit_bytes
         self._ahead: SharedBlobs | None = None  # of the next step
+        self._sending = threading.Lock()
         self.renew()
 
     def renew(self) -> None:
-        """Begins a new step: releases the media of the previous one, but not those that were sent ahead."""
-        self._shared, self._ahead = self._ahead or SharedBlobs(RayBlobs()), None
+        """Begins a new step: releases the media of the previous one, but not those that are sent ahead, for which it waits."""
+        with self._sending:
+            self._shared, self._ahead = self._ahead or SharedBlobs(RayBlobs()), None
         self._store = cast(RayBlobs, self._shared.store)
 
     def send_ahead(self, data: DataProto) -> None:
         """Puts the media of a batch of the next step into the store, from any thread, if those of two steps have room."""
-        if self._limit is None or 2 * self._store.num_bytes > self._limit:
-            return
-        shared = SharedBlobs(RayBlobs())
-        with shared.open():
-            ray.put(data)
-        self._ahead = shared
+        with self._sending:
+            # After the end of Ray a put would start another one.
+            if self._limit is None or 2 * self._store.num_bytes > self._limit or not ray.is_initialized():
+                return
+            shared = SharedBlobs(RayBlobs())
+            with shared.open():
+                ray.put(data)
+            self._ahead = shared
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
