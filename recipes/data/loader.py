@@ -364,9 +364,13 @@ def _texts_digest(rows: Any) -> str | None:
     for place in np.linspace(0, count - 1, min(count, COMPARED)).astype(int).tolist():
         with suppress(DataProtoError):
             if isinstance(row := rows[place], Mapping):
-                texts += [*conversation_of(row).texts(), row.get("reward_model"), row.get("answers")]
-    encoded = json.dumps(texts, default=lambda _: None, skipkeys=True).encode()
-    return blake2b(encoded, digest_size=8).hexdigest()
+                texts += [vars(replace(conversation_of(row), media=[])), row.get("reward_model"), row.get("answers")]
+
+    def plain(value: Any) -> Any:
+        """None for what has no text that is the same in each process."""
+        return value.tolist() if isinstance(value, np.ndarray | np.integer | np.float32 | np.bool_) else None
+
+    return blake2b(json.dumps(texts, default=plain, skipkeys=True).encode(), digest_size=8).hexdigest()
 
 
 def _source_and_epoch(uid: str) -> tuple[str, int]:

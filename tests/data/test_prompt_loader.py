@@ -4,6 +4,7 @@ import threading
 import tracemalloc
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -256,6 +257,29 @@ def test_a_state_of_other_rows_of_equal_number_raises_an_error(tmp_path):
     for other in ({"asked": "Find y of {}."}, {"answer": "1{}"}):
         with pytest.raises(CheckpointError, match=r"saved with texts=.*: resume with seed and data of the run"):
             loader(tmp_path / "c" / "rows.jsonl", **other).load_state_dict(state)
+
+
+def test_what_tells_rows_apart_is_what_they_say_and_not_where_it_is_in_memory():
+    def zoom():
+        def zoom(box: list[int]) -> str:
+            return "closer"
+
+        return zoom
+
+    def called(name, **more):
+        call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": name}}]}
+        return [{"prompt": [{"role": "user", "content": "Look."}, call], **more}]
+
+    def position(rows):
+        return PromptLoader(rows, tiny_builder(), batch_size=1).state_dict()
+
+    functions = [zoom(), zoom()]  # that of another process is at another address
+    first, second = (position(called("zoom", tools=[function])) for function in functions)
+    assert first == second
+    assert position(called("zoom")) != position(called("look"))
+    for one, other in ((np.int64(4), np.int64(5)), (np.array([4.0]), np.array([5.0]))):
+        truths = [position([{"prompt": "2 + 2?", "reward_model": {"ground_truth": each}}]) for each in (one, other)]
+        assert truths[0] != truths[1]
 
 
 def test_rows_that_cannot_be_read_do_not_keep_a_run_from_its_data(tmp_path):
