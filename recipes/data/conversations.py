@@ -22,7 +22,7 @@ from recipes.data import row_values
 from recipes.data.column_keys import KNOWN, ColumnKeys, why_lacking
 from recipes.data.tables import ConvertedRows, open_rows, open_stream
 from rollout.prompts import invalid_row
-from rollout.prompts.messages import as_parts, with_markers
+from rollout.prompts.messages import LEARNED, as_parts, has_some, with_markers
 
 _QUESTIONS = ("messages", "conversations", "texts", "prompt")
 _ANSWERS = ("completion", "response", "answer")
@@ -123,6 +123,7 @@ def _question(written: Callable[[Mapping[str, Any]], str], row: Mapping[str, Any
     bad = partial(invalid_row, row, place)
     with raised_as(bad, f"the answer must be text or parts of text, not {said!r}", TypeError, AttributeError):
         truth = "".join(part.get("text") or "" for part in as_parts("" if said is None else said))
-    if answer.get("tool_calls") is not None:
-        truth = written({**row, "prompt": [*asked, answer]})
+    if has_some(answer, "tool_calls"):
+        shown = {name: value for name, value in answer.items() if name not in LEARNED}  # it may be for context only
+        truth = written({**row, "prompt": [*asked, shown]})
     return {**row, "prompt": asked, "reward_model": {"style": "exact", "ground_truth": truth.strip()}}

@@ -61,14 +61,9 @@ class SupervisedBuilder(PromptBuilder):
         return TrainingRow(ids, types, ids_of(pieces), conversation, media, self.other_columns(row), mask)
 
     def last_answer(self, row: Mapping[str, Any]) -> str:
-        """The text of the row's last message as the chat template writes it, calls included, without special tokens. Raises
-        `InvalidPrompt`.
-        """
-        conversation = conversation_of(row)
-        messages, tools = self.shown(conversation).messages, conversation.tools
-        before = self.render(messages[:-1], add_generation_prompt=True, tools=tools)
-        ids = self.encode_text(self.render(messages, tools=tools).removeprefix(before))
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+        """The text of the row's last message as it is learned, calls included, without special tokens. Raises `InvalidPrompt`."""
+        learned = [piece for piece, learns in self._pieces(self.shown(conversation_of(row))) if learns]
+        return str(self.tokenizer.decode(learned[-1], skip_special_tokens=True)).strip()
 
     def collate(self, prompts: Sequence[Prompt]) -> DataProto:
         """The training batch, see `collate_rows`. Raises `InvalidRow` for a row that is not a `TrainingRow`."""

@@ -26,7 +26,7 @@ _SPEAKERS = ("user", "assistant")  # whose messages say something
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the thoughts of a message that are not in its content, of which a chat template reads one or none."""
 _WORDLESS = ("tool_calls", "function_call", *REASONING)  # instead of content
-_LEARNED = ("weight", "loss", "train")
+LEARNED = ("weight", "loss", "train")
 """What says of an answer whether it is learned, as OpenAI, ms-swift and axolotl name it."""
 _KINDS = {name: kind for kind in MEDIA for name in (kind, f"{kind}_url")} | {"input_audio": "audio"}
 _PAYLOADS = ("bytes", "array", *_KINDS, "data", "base64", "url", "path")
@@ -246,7 +246,7 @@ def says_something(message: Mapping[str, Any]) -> bool:
     >>> says_something({"role": "assistant", "content": ""}), says_something({"role": "assistant", "content": "3"})
     (False, True)
     """
-    return bool(message["content"]) or any(_has(message, name) for name in _WORDLESS)
+    return bool(message["content"]) or any(has_some(message, name) for name in _WORDLESS)
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
@@ -257,7 +257,7 @@ def is_learned(message: Mapping[str, Any]) -> bool:
     """
     if message["role"] != "assistant":
         return False
-    told = {name: message[name] for name in _LEARNED if name in message}
+    told = {name: message[name] for name in LEARNED if name in message}
     if wrong := [name for name, value in told.items() if value not in (0, 1)]:
         raise InvalidPrompt(f"{wrong[0]!r} of a message must be 0 or 1, or true or false, not {message[wrong[0]]!r}")
     return all(told.values())
@@ -267,7 +267,7 @@ def _message_head(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidPrompt(f"a message must be a mapping with 'role' and 'content', not {message!r}")
     role = message["role"]
-    if message.get("content") is None and role in _SPEAKERS and not any(_has(message, name) for name in _WORDLESS):
+    if message.get("content") is None and role in _SPEAKERS and not any(has_some(message, name) for name in _WORDLESS):
         raise InvalidPrompt(f"a message of the {role} has no content (null)")
     if held := [name for name in (*MEDIA.values(), *MEDIA) if _holds(message.get(name))]:
         raise InvalidPrompt(f"{held[0]!r} of a message is not read: use typed parts, or that column of the row")
@@ -288,7 +288,8 @@ def _tool_call(call: Any) -> Any:
     return call
 
 
-def _has(message: Mapping[str, Any], name: str) -> bool:
+def has_some(message: Mapping[str, Any], name: str) -> bool:
+    """Whether a value of a message is a list, or text, that is not empty."""
     value = message.get(name)
     return isinstance(value, (Sequence, np.ndarray)) and len(value) > 0
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dataproto.errors import InvalidRow
+from dataproto.errors import InvalidPrompt, InvalidRow
 from dataproto.planning import first_fit_decreasing
 from helpers.checkpoints import write_checkpoint
 from helpers.option_files import in_files
@@ -310,6 +310,36 @@ def test_a_held_out_answer_that_calls_a_tool_is_right_with_its_call(tmp_path):
         learnt = builder([row])
         ids = learnt["input_ids"][0, 1:][learnt["response_mask"][0].bool()]
         assert builder.tokenizer.decode(ids, skip_special_tokens=True).strip() == truth  # what the model learns
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_held_out_answer_with_an_empty_list_of_calls_is_its_content(tmp_path):
+    """Tables have one in each row if any row calls a tool. The truth had the thoughts that a template writes."""
+    builder = SupervisedBuilder.from_pretrained(make_tiny_processors(tmp_path), 512)
+    builder.tokenizer.chat_template = THINKING
+    for calls in ([], None):
+        answer = {"role": "assistant", "content": "4", "tool_calls": calls}
+        row = {"prompt": [{"role": "user", "content": "2 + 2?"}, answer]}
+        assert last_questions([row], builder.last_answer)[0]["reward_model"]["ground_truth"] == "4"
+
+
+def test_a_held_out_call_that_cannot_be_told_from_its_prompt_is_refused_as_in_training(tmp_path):
+    """The truth was the whole conversation, so no answer was right."""
+    builder = SupervisedBuilder.from_pretrained(make_tiny_processors(tmp_path), 512)
+    last = "{% if loop.last and m.role == 'user' %}Now {% endif %}{{ m.role }}"
+    builder.tokenizer.chat_template = THINKING.replace("{{ m.role }}", last)
+    answer = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "zoom"}}], "weight": 0}
+    rows = last_questions([{"prompt": [{"role": "user", "content": "Look."}, answer]}], builder.last_answer)
+    with pytest.raises(InvalidPrompt, match="renders the turns before message 1 differently"):
+        rows[0]
+    builder.tokenizer.chat_template = THINKING
+    assert rows[0]["reward_model"]["ground_truth"].endswith("<tool_call>zoom</tool_call>")
 
 
 TALKS, SUMS = (f"val-core/synthetic/{name}/acc/mean@1" for name in ("talks", "sums"))
