@@ -57,7 +57,7 @@ class LookAhead:
         """``background``: a thread prepares the next batch while the caller uses one; `close` ends it."""
         self.loader, self.background = loader, background
         self.send: Callable[[DataProto], object] = lambda batch: None
-        """Called by the thread with each batch that it has prepared early; see `Roles.send_ahead`."""
+        """Called by the thread with each batch that it has prepared early; see `Roles.send_ahead`. `close` before these end."""
         self._shown: deque[tuple[DataProto, dict[str, Any], dict[int, str]]] = deque()  # with the position after each
         self._preparing: BackgroundBatch | None = None
         self._position, self.skipped = self._now()
