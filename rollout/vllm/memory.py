@@ -52,7 +52,7 @@ def model_state(worker: Any) -> dict[str, Tensor]:
 def copied_state(worker: Any, earlier: State) -> State:
     """Copies of `model_state`, in the memory of ``earlier`` ones where it fits; on CUDA it is pinned."""
     state, copies = model_state(worker), dict[str, Tensor | None]()
-    used = [each.detach().reshape(-1).view(torch.uint8).any() for each in state.values()]
+    used = [each.detach().reshape(-1).contiguous().view(torch.uint8).any() for each in state.values()]
     for (name, tensor), is_used in zip(state.items(), torch.stack(used).tolist() if used else [], strict=True):
         copy = earlier.get(name) if is_used else None
         if is_used and (copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype)):
