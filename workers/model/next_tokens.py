@@ -14,6 +14,7 @@ from torch import Tensor
 from dataproto.packing import PackedRows, boundaries
 from dataproto.transfer import move, on_host
 from dataproto.vlm import VLMFamily
+from workers.model.pieces import previous_tokens
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,10 @@ class Pairs:
         >>> Pairs.of(rows).key_index.tolist(), Pairs.of(rows).key_cu_seqlens.tolist(), Pairs.of(rows).predictors.tolist()
         ([0, 1, 2, 0, 3], [0, 3, 5], [0, 1, 0])
         """
-        device, count = rows.input_ids.device, rows.input_ids.shape[-1]
+        device = rows.input_ids.device
         bounds, key_bounds = on_host(rows.cu_seqlens).long(), on_host(rows.key_cu_seqlens).long()
-        keys = torch.arange(count) if rows.key_index is None else on_host(rows.key_index)
-        follows = torch.ones(len(keys), dtype=torch.bool)
-        follows[key_bounds[:-1]] = False
-        later = follows.nonzero().squeeze(1)
-        before = torch.full((count,), -1)
-        before[keys[later]] = keys[later - 1]
+        keys = torch.arange(rows.input_ids.shape[-1]) if rows.key_index is None else on_host(rows.key_index)
+        before = previous_tokens(bounds, key_bounds, keys)
         paired = before >= 0
         places = paired.cumsum(0) - 1  # of each token among the pairs
         lengths = _sums(paired, bounds)
