@@ -2,14 +2,18 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import groupby
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
+from dataproto.planning import split_by_size
 from dataproto.transfer import all_gather_equal
 from dataproto.vlm import VLMFamily
 from workers.model.lora import base_name, is_adapted, matrix_name, merged_weight, scale_of
@@ -18,6 +22,8 @@ from workers.ranks.mesh import Ranks
 
 BUCKET_BYTES = 1 << 29  # tensors are gathered together up to this size
 
+NamedParameter = tuple[str, Tensor, torch.dtype]
+"""A parameter with its name, and the dtype in which it is handed over."""
 
 InFloat32 = Callable[[str], bool]
 """Whether a parameter of the base model, by its name, keeps its own dtype; see `VLMFamily.in_float32`."""
@@ -35,19 +41,16 @@ def named_weights(
         dtype: of the tensors, by default their own. A narrower dtype reduces the traffic.
     """
 
-    own = {base_name(name): name for name, _ in model.named_parameters()}
-
-    def merge(name: str) -> Tensor | None:
-        return merged_weight(model, own[name], full_tensor) if merged and is_adapted(model, own[name]) else None
-
-    yield from _gathered(base_parameters(model, dtype, in_float32), merge)
+    names = [name for name, _ in model.named_parameters() if merged and is_adapted(model, name)]
+    adapted = {base_name(name) or "": partial(merged_weight, model, name, full_tensor) for name in names}
+    yield from _gathered(base_parameters(model, dtype, in_float32), adapted)
     yield from named_buffers(model)
 
 
 def base_parameters(
     model: nn.Module, dtype: torch.dtype | None = None, in_float32: InFloat32 | None = None
-) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-    """The parameters of the base model, by their names there, with the dtypes in which they are handed over."""
+) -> Iterator[NamedParameter]:
+    """The parameters of the base model, by their names there."""
     for name, parameter in model.named_parameters():
         if (base := base_name(name)) is not None:
             own = dtype is None or (in_float32 is not None and in_float32(base))
@@ -60,31 +63,27 @@ def adapter_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Itera
     Collective as `named_weights`.
     """
     matrices = ((name, weight, weight.dtype) for name, weight in model.named_parameters() if matrix_name(name))
-    for name, weight in _gathered(matrices):
+    for name, weight in _gathered(matrices, {}):
         yield matrix_name(name) or name, (scale_of(model, name) * weight).to(dtype or weight.dtype)
 
 
 def _gathered(
-    parameters: Iterable[tuple[str, Tensor, torch.dtype]], instead: Callable[[str], Tensor | None] = lambda name: None
+    parameters: Iterable[NamedParameter], instead: Mapping[str, Callable[[], Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and full tensors of parameters, in the given dtypes; or what there is ``instead`` of one of this name."""
-    bucket: list[tuple[str, DTensor]] = []
-    filled, kind = 0, torch.float32
-    for name, parameter, wanted in parameters:
-        other = instead(name)
-        if other is None and _is_row_sharded(parameter):
-            size = parameter.numel() * wanted.itemsize
-            alike = bucket and parameter.device_mesh == bucket[0][1].device_mesh and wanted == kind
-            if bucket and (filled + size > BUCKET_BYTES or not alike):
-                yield from _gather_bucket(bucket, kind)
-                bucket, filled = [], 0
-            bucket.append((name, parameter))
-            filled, kind = filled + size, wanted
-            continue
-        yield from _gather_bucket(bucket, kind)
-        bucket, filled = [], 0
-        yield name, (full_tensor(parameter, wanted) if other is None else other).to(wanted)
-    yield from _gather_bucket(bucket, kind)
+
+    def together(each: NamedParameter) -> tuple[DeviceMesh, torch.dtype] | None:
+        name, parameter, wanted = each
+        return (parameter.device_mesh, wanted) if name not in instead and _is_row_sharded(parameter) else None
+
+    for alike, run in groupby(parameters, together):
+        if alike is None:
+            for name, parameter, wanted in run:
+                yield name, (instead[name]() if name in instead else full_tensor(parameter, wanted)).to(wanted)
+        else:
+            sized = (((name, parameter), parameter.numel() * wanted.itemsize) for name, parameter, wanted in run)
+            for bucket in split_by_size(sized, BUCKET_BYTES):
+                yield from _gather_bucket(bucket, *alike)
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -101,11 +100,8 @@ def _is_row_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
     return isinstance(parameter, DTensor) and parameter.placements in by_rows
 
 
-def _gather_bucket(bucket: list[tuple[str, DTensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Gathers the full tensors of a bucket by one collective, within a replica if there are several."""
-    if not bucket:
-        return
-    mesh = bucket[0][1].device_mesh
+def _gather_bucket(bucket: list[Any], mesh: DeviceMesh, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Gathers the full tensors of named parameters by one collective, within a replica if there are several."""
     group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     # All ranks hold the same number of rows, except that the last ranks may hold fewer; their padding is never read.
     shapes = [(-(-len(weight) // ranks), *weight.shape[1:]) for _, weight in bucket]
