@@ -80,9 +80,9 @@ class ImageCache:
     >>> import torch
     >>> cache = ImageCache(max_bytes=16)
     >>> for key in (b"a", b"b", b"c"):
-    ...     cache.put(key, {"pixel_values": torch.ones(2)})
-    >>> cache.get(b"a"), cache.get(b"c")
-    (None, {'pixel_values': tensor([1., 1.])})
+    ...     made = cache.inputs(key, lambda: {"pixel_values": torch.ones(2)})
+    >>> cache.inputs(b"a", dict), cache.inputs(b"c", dict)
+    ({}, {'pixel_values': tensor([1., 1.])})
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -123,26 +123,18 @@ class ImageCache:
         return found.result()
 
     def _found_or_made(self, key: bytes, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        inputs = self.get(key)
-        if inputs is None:
-            inputs = make()
-            self.put(key, inputs)
-        return inputs
-
-    def get(self, key: bytes) -> dict[str, Tensor] | None:
-        """A copy of the inputs under this key, or ``None``."""
+        """A copy of what is kept; or what was made, of which a copy is kept if the cache has room for it at all."""
         with self._lock:
             entry = self._kept.get(key)
-        return None if entry is None else _copied(entry)
-
-    def put(self, key: bytes, inputs: Mapping[str, Tensor]) -> None:
-        """Stores a copy and evicts the least recently used entries. Inputs larger than the cache are not stored."""
-        worker = get_worker_info()
+        if entry is not None:
+            return _copied(entry)
+        inputs, worker = make(), get_worker_info()
         self._kept.max_bytes = self.max_bytes // (1 if worker is None else worker.num_workers)
         if _size(inputs) <= self._kept.max_bytes:
             copied = _copied(inputs)
             with self._lock:
                 self._kept[key] = copied
+        return inputs
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ImageCache, (self.max_bytes,)
