@@ -10,7 +10,7 @@ In a layout, ``inputs`` are a row's ``multi_modal_inputs``, or part of them. A k
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -352,6 +352,23 @@ def distinct_media(rows: Sequence[RowMedia], layout: MediaLayout, config: Any) -
         tables.append(torch.tensor(table, dtype=torch.int64).view(-1, 2))
     images, videos, sounds = tables
     return DistinctMedia(inputs, images, videos, torch.tensor([len(row) for row in parts], dtype=torch.int64), sounds)
+
+
+def distinct_parts(rows: Iterable[RowMedia], layout: MediaLayout) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The kind and the inputs of each distinct medium of the rows, in the order of `distinct_media`.
+
+    >>> cat = {"pixel_values": torch.ones(4, 2), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    >>> [kind for kind, _ in distinct_parts([cat, dict(cat), {}], PATCH_GRIDS)]
+    ['image']
+    """
+    parts = [part for row in rows for part in media_parts(row)]
+    for kind in layout.kinds:
+        seen: set[tuple[int, ...]] = set()
+        for part in parts:
+            objects = tuple(id(part[name]) for name in layout.names(kind) if part.get(name) is not None)
+            if objects and objects not in seen:
+                seen.add(objects)
+                yield kind, part
 
 
 def media_spans(token_types: Tensor, media: DistinctMedia, cu_seqlens: Tensor | None = None) -> MediaSpans:

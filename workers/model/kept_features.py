@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dataproto.columns import RowMedia, media_parts
+from dataproto.columns import RowMedia
 from dataproto.vlm import VLMFamily
+from dataproto.vlm.media import distinct_parts
 
 MAX_BYTES = 1 << 30  # of the features that are kept at a time
 Key = tuple[Any, ...]
@@ -141,16 +142,11 @@ class KeptFeatures:
     def _media(self, rows: Sequence[RowMedia]) -> Iterator[Medium]:
         """Each distinct medium once, in the order of `VLMFamily.distinct_media`."""
         layout = self.family.media_layout
-        for kind in layout.kinds:
-            names = layout.names(kind)
+        for kind, part in distinct_parts(rows, layout):
             others = {name for other in layout.kinds if other != kind for name in layout.names(other)}
-            seen: set[tuple[int, ...]] = set()
-            for part in (part for row in rows for part in media_parts(row)):
-                objects = tuple(id(part[name]) for name in names if part.get(name) is not None)
-                if objects and objects not in seen:
-                    seen.add(objects)
-                    inputs = {name: value for name, value in part.items() if name not in others}
-                    yield Medium(inputs, names, int(layout.feature_counts(kind, inputs, self.config).sum()))
+            inputs = {name: value for name, value in part.items() if name not in others}
+            count = int(layout.feature_counts(kind, inputs, self.config).sum())
+            yield Medium(inputs, layout.names(kind), count)
 
 
 def keeps_features(model: torch.nn.Module, family: VLMFamily) -> bool:

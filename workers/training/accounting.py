@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from dataproto import DataProto
-from dataproto.columns import media_parts
+from dataproto.vlm.media import distinct_parts
 from workers.model.packed_model import PackedVLM
 from workers.ranks.mesh import AXES, Ranks
 from workers.training.forward_pass import media_of, shared_tokens
@@ -91,14 +91,8 @@ def whole_work(stages: Sequence[Work]) -> Work:
 def _distinct_grids(module: PackedVLM, data: DataProto) -> torch.Tensor | None:
     """Grids ``(N, 3)`` of the rows' media, each distinct object once."""
     layout, config = module.family.media_layout, module.model.config
-    found: dict[tuple[int, ...], torch.Tensor] = {}
-    for kind in layout.kinds:
-        for row in (part for media in media_of(data) for part in media_parts(media)):
-            held = {name: row[name] for name in layout.names(kind) if row.get(name) is not None}
-            key = tuple(map(id, held.values()))
-            if held and key not in found:
-                found[key] = layout.grids(kind, held, config).cpu()
-    return torch.cat(list(found.values())) if found else None
+    found = [layout.grids(kind, part, config).cpu() for kind, part in distinct_parts(media_of(data), layout)]
+    return torch.cat(found) if found else None
 
 
 def _passes(module: PackedVLM, path: str, frozen: int) -> int:
