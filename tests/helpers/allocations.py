@@ -11,13 +11,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dataproto import DataProto
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
+from helpers.forward_rows import forward_rows
 from helpers.layouts import CPU, TEMPERATURE, config_with_heads, joined
 from helpers.tiny_models import tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import parallelize
 from workers.ranks.layout import Layout
-from workers.training.forward_pass import PreparedRows, forward_rows
+from workers.training.forward_pass import PreparedRows
 
 
 class Allocations(TorchDispatchMode):

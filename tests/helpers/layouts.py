@@ -11,6 +11,7 @@ from torch import Tensor
 from dataproto import DataProto
 from dataproto.vlm import family_of
 from helpers.batches import film_prompt, prompt_batch, with_responses, with_turns
+from helpers.forward_rows import forward_rows
 from helpers.tiny_models import GEMMA4_TYPES, rounding, tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.named_weights import full_tensor
@@ -20,7 +21,6 @@ from workers.parallel.pipeline import PipelineParallel
 from workers.parallel.transform import Transform
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks, init_ranks
-from workers.training.forward_pass import forward_rows
 from workers.training.micro_batches import MicroBatch, MicroBatchFeed, common_lengths, micro_batches
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from transformers import Gemma4AudioConfig
 from dataproto.errors import InvalidConfig, InvalidRow, MediaMismatch
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
+from helpers.forward_rows import forward_rows
 from helpers.tiled_models import tiled_rows, write_with_pictures
 from helpers.tiny_models import image_inputs, rounding, tiny_config, tiny_model
 from helpers.tiny_prompts import tiny_builder, tiny_image_processor
@@ -22,7 +23,6 @@ from workers.model.packed_model import PackedVLM
 from workers.parallel.activation_checkpointing import ActivationCheckpointing
 from workers.ranks.mesh import Ranks
 from workers.roles.actor import ActorConfig, ActorWorker
-from workers.training.forward_pass import forward_rows
 
 FAMILY, CONFIG, CPU = family_of("gemma4"), tiny_config("gemma4"), torch.device("cpu")
 

@@ -8,13 +8,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
+from helpers.forward_rows import forward_rows
 from helpers.tiny_models import EACH_TYPE, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import activation_checkpointing as checkpointing
 from workers.parallel import parallelize
 from workers.ranks.mesh import Ranks
-from workers.training.forward_pass import forward_rows
 
 CPU = torch.device("cpu")
 

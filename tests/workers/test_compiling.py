@@ -11,13 +11,13 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
+from helpers.forward_rows import forward_rows
 from helpers.routes import with_routes
 from helpers.tiny_models import MOE_TYPES, rounding, tiny_config, tiny_model
 from workers.model.model_config import ModelConfig
 from workers.model.packed_model import PackedVLM
 from workers.parallel import compiling, parallelize
 from workers.ranks.mesh import Ranks
-from workers.training.forward_pass import forward_rows
 from workers.training.loading import freeze
 
 CPU = torch.device("cpu")

@@ -15,6 +15,7 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig, MediaMismatch, RankFailure
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
+from helpers.forward_rows import forward_rows
 from helpers.metrics import learned
 from helpers.processes import run_ranks
 from helpers.tiny_models import MODEL_TYPES, TEXT_TYPES, rounding, tiny_config, tiny_model
@@ -25,7 +26,6 @@ from workers.ranks.mesh import Ranks, init_ranks
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
 from workers.training.accounting import required_work
-from workers.training.forward_pass import forward_rows
 from workers.training.micro_batches import inert_rows, micro_batches
 from workers.training.mini_batches import share_out
 from workers.training.optimizer import OptimizerConfig

@@ -12,12 +12,13 @@ from dataproto.columns import media_parts
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs
 from helpers.episodes import DrawnEnvironment, RandomEngine, play_episodes, prompts_of, renderer_of
+from helpers.forward_rows import forward_rows
 from helpers.tiny_models import gradient_tolerance, rounding, tiny_model
 from rollout.engine import SamplingParams
 from rollout.environments import EpisodeLimits
 from rollout.environments.episode_rows import episode_columns, episode_starts
 from workers.model.packed_model import PackedVLM
-from workers.training.forward_pass import PreparedRows, forward_rows, sharing
+from workers.training.forward_pass import PreparedRows, sharing
 from workers.training.row_checks import check_rows
 
 CPU = torch.device("cpu")

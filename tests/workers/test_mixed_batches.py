@@ -13,6 +13,7 @@ from dataproto.errors import InvalidColumn, InvalidConfig, MediaMismatch, NonFin
 from dataproto.packing import token_widths, widen
 from dataproto.vlm import family_of
 from helpers.batches import film_prompt, padded_log_probs, prompt_batch, with_responses
+from helpers.forward_rows import forward_rows
 from helpers.layouts import text_rows
 from helpers.tiny_models import (
     EACH_TYPE,
@@ -25,7 +26,6 @@ from helpers.tiny_models import (
 from workers.model.packed_model import PackedVLM
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
-from workers.training.forward_pass import forward_rows
 from workers.training.micro_batches import micro_batches
 from workers.training.optimizer import OptimizerConfig
 

@@ -10,12 +10,13 @@ from dataproto import DataProto
 from dataproto.errors import InvalidColumn, MissingColumn
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs, prompt_batch, with_responses
+from helpers.forward_rows import forward_rows
 from helpers.metrics import learned
 from helpers.tiny_models import EACH_TYPE, OMNI_TYPES, TEXT_TYPES, TILED, gradient_tolerance, rounding, tiny_model
 from workers.model.packed_model import PackedVLM, select_rows
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.model_worker import PolicyConfig, ReferenceWorker
-from workers.training.forward_pass import PreparedRows, forward_rows, token_types
+from workers.training.forward_pass import PreparedRows, token_types
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from dataproto.vlm import family_of
 from helpers.batches import prompt_batch, with_responses
+from helpers.forward_rows import forward_rows
 from helpers.tiny_models import tiny_model
 from workers.model.packed_model import PackedVLM, use_linear_patch_embedding
 from workers.model.precision import HalfWeights
 from workers.roles.actor import ActorConfig, ActorWorker
-from workers.training.forward_pass import forward_rows
 
 CPU = torch.device("cpu")
 

@@ -14,6 +14,7 @@ from dataproto.errors import InvalidColumn, MissingColumn
 from dataproto.vlm import family_of
 from helpers.batches import padded_log_probs
 from helpers.engines import ROWS
+from helpers.forward_rows import forward_rows
 from helpers.layouts import CPU, mixed_rows
 from helpers.routes import (
     differences_with_and_without,
@@ -31,7 +32,7 @@ from rollout.responses import attach_responses, build_requests
 from workers.model.packed_model import PackedVLM
 from workers.roles.actor import ActorConfig, ActorWorker
 from workers.roles.reference import reference_worker
-from workers.training.forward_pass import forward_rows, pack, sharing
+from workers.training.forward_pass import pack, sharing
 from workers.training.row_checks import check_rows
 
 

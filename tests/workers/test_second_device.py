@@ -12,6 +12,7 @@ import transformers
 from dataproto.errors import InvalidConfig
 from dataproto.transfer import move, move_readable, on_host
 from dataproto.vlm import family_of
+from helpers.forward_rows import forward_rows
 from helpers.layouts import TEMPERATURE, mixed_rows
 from helpers.routes import with_routes
 from helpers.second_device import DEVICE, MOVES, MixedDevices, second_device
@@ -31,7 +32,7 @@ from workers.model.pieces import Pieces
 from workers.model.segment_attention import equal_lengths
 from workers.parallel.tokens import SplitTokens
 from workers.ranks.autograd_collectives import Peers
-from workers.training.forward_pass import PreparedRows, forward_rows, needs_tower, rows_to_device
+from workers.training.forward_pass import PreparedRows, needs_tower, rows_to_device
 from workers.training.loss_sums import LossSums
 
 CPU = torch.device("cpu")

@@ -16,6 +16,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from dataproto.errors import InvalidConfig
 from dataproto.vlm import family_of
 from dataproto.vlm.family import SoftCap
+from helpers.forward_rows import forward_rows
 from helpers.layouts import (
     CPU,
     config_with_heads,
@@ -39,7 +40,7 @@ from workers.parallel.compiling import MEANT
 from workers.parallel.tensor import VocabularyEmbedding, partial_parameters, sum_gradients
 from workers.ranks.autograd_collectives import Peers
 from workers.ranks.layout import Layout
-from workers.training.forward_pass import forward_rows, pack, sharing
+from workers.training.forward_pass import pack, sharing
 
 TWO = Layout(tp=2)
 

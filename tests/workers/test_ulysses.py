@@ -17,6 +17,7 @@ from dataproto.errors import InvalidConfig
 from dataproto.packing import pack_rows
 from dataproto.vlm import MediaSpans, family_of
 from helpers.allocations import allocated, check_share
+from helpers.forward_rows import forward_rows
 from helpers.layouts import (
     CPU,
     config_with_heads,
@@ -54,7 +55,7 @@ from workers.ranks.autograd_collectives import (
 )
 from workers.ranks.layout import Layout
 from workers.ranks.mesh import Ranks
-from workers.training.forward_pass import forward_rows, needs_tower
+from workers.training.forward_pass import needs_tower
 
 TWO = Layout(sp=2)
 

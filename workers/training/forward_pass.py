@@ -37,25 +37,13 @@ class Inputs(NamedTuple):
     wanted: Wanted | None
 
 
-def forward_rows(
-    module: PackedVLM,
-    rows: DataProto,
-    device: torch.device,
-    entropy: bool = False,
-    tower: bool = False,
-    length: int = 0,
-) -> Any:
-    """Packs the rows, encodes each distinct image once, and returns per-token ``module.outputs`` ``(B, R)`` on ``device``.
+def inputs_of(module: PackedVLM, rows: DataProto, device: torch.device, tower: bool = False, length: int = 0) -> Inputs:
+    """The rows, packed, with each distinct image once, on ``device``.
 
     Args:
         tower: run the vision tower even if the rows have no media, on a dummy image without effect.
         length: fill the packed rows up to this number of tokens.
     """
-    return forward_inputs(module, rows, inputs_of(module, rows, device, tower, length), entropy)
-
-
-def inputs_of(module: PackedVLM, rows: DataProto, device: torch.device, tower: bool = False, length: int = 0) -> Inputs:
-    """The rows, packed, with their media, on ``device``; ``tower`` and ``length`` as of `forward_rows`."""
     prepared = PreparedRows(module, rows)
     return Inputs(prepared.tokens(module, device, length), *prepared.media(module, device, tower))
 
