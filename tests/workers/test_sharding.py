@@ -403,10 +403,13 @@ def test_a_hand_over_that_fails_is_tried_again():
     assert manager.engine.asleep
 
 
-@pytest.mark.parametrize("tensor_parallel", [0, 3, 8])
-def test_sizes_that_do_not_fit_are_refused(tensor_parallel):
-    with pytest.raises(InvalidConfig, match=rf"tensor_parallel={tensor_parallel} does not fit .* must divide .* = 4"):
-        neighbours(Ranks(Layout(pp=2, dp=2)), tensor_parallel)
+@pytest.mark.parametrize(
+    ("tensor_parallel", "why"), [(0, "at least 1"), (3, "must divide the 4"), (8, "must divide the 4")]
+)
+def test_sizes_that_do_not_fit_are_refused(tensor_parallel, why):
+    config = RolloutConfig("unread", options={"tensor_parallel": tensor_parallel})
+    with pytest.raises(InvalidConfig, match=rf"tensor_parallel={tensor_parallel}.*{why}"):
+        RolloutWorker(config, list, Ranks(Layout(pp=2, dp=2)))
 
 
 def test_a_rank_alone_keeps_its_rows():

@@ -121,7 +121,7 @@ class RolloutWorker:
         """
         self.config = config
         self.ranks = ranks = ranks or Ranks()
-        tensor_parallel = engine_ranks(config.options)
+        tensor_parallel = engine_ranks(config.options, ranks.layout.world_size)
         block, self.engine_group = neighbours(ranks, tensor_parallel), engine_group(ranks, tensor_parallel)
         self.family = checkpoint_family(config.model_path)
         awaits = has_option(config.engine, "awaits_weights")

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from dataproto import DataProto
 from dataproto.distributed import all_gather
-from dataproto.errors import InvalidConfig, RowCountMismatch, end_after, undoing
+from dataproto.errors import RowCountMismatch, end_after, undoing
 from dataproto.packing import other_response_columns, token_widths, widen
 from rollout.engine import RolloutEngine
 from rollout.sampling import derive_seed
@@ -58,16 +58,8 @@ class Neighbours:
 
 
 def neighbours(ranks: Ranks, tensor_parallel: int) -> Neighbours:
-    """The block of this rank; every rank of the layout calls it.
-
-    Raises:
-        InvalidConfig: engines of this size do not divide the ranks.
-    """
+    """The block of this rank; every rank of the layout calls it. ``tensor_parallel``: see `rollout.engine.engine_ranks`."""
     layout, world = ranks.layout, ranks.layout.world_size
-    if tensor_parallel < 1 or world % tensor_parallel:
-        raise InvalidConfig(
-            f"rollout tensor_parallel={tensor_parallel} does not fit {layout}: it must divide pp x dp x sp x tp = {world}"
-        )
     holders = [layout.coordinates(rank)["dp"] for rank in range(world)]
     engines = [rank // tensor_parallel for rank in range(world)]  # vLLM's external launcher takes consecutive ranks
     blocks = joined_blocks(holders, engines)
