@@ -10,6 +10,7 @@ from torch.utils.data import Subset
 
 from dataproto import DataProto
 from dataproto.errors import CheckpointError
+from dataproto.grouping import grouped_by
 from recipes.data.loader import Draw
 
 FLOOR = 0.1
@@ -76,15 +77,13 @@ class Curriculum(Subset[Any]):
 
     def observe(self, data: DataProto) -> dict[str, float]:
         """Adds the success of each group of rollouts: the mean of ``acc`` or else of ``score``, from 0 to 1. Returns metrics."""
-        values = data["acc"] if "acc" in data else data["score"]
-        groups: dict[str, list[float]] = {}
-        for uid, value, score in zip(data["uid"], values, data["score"], strict=True):
-            groups.setdefault(str(uid), []).append(float(score if value is None else value))
-        self._tell_other_scale([value for found in groups.values() for value in found])
-        for uid, found in groups.items():
+        values = verdicts(data)
+        self._tell_other_scale(values)
+        for uid, rows in grouped_by(range(len(data)), lambda row: str(data["uid"][row])).items():
             place = int(uid.split("-")[-2].partition(".")[0])
             rate = RATE if self.seen[place] else 1.0
-            self.success[place] += rate * (float(np.clip(np.mean(found), 0.0, 1.0)) - self.success[place])
+            success = float(np.clip(np.mean([values[row] for row in rows]), 0.0, 1.0))
+            self.success[place] += rate * (success - self.success[place])
             self.seen[place] = True
         self._start_step()
         known = self.success[self.seen]
@@ -110,3 +109,12 @@ class Curriculum(Subset[Any]):
             raise CheckpointError(f"the checkpoint has the running success of {known} problems, not of {len(self)}")
         self.success, self.seen = state["success"].numpy().copy(), state["seen"].numpy().copy()
         self._start_step()
+
+
+def verdicts(data: DataProto) -> list[float]:
+    """How good each sample is: ``acc`` where the reward gives one, else ``score``.
+
+    In a group of wrong answers a score that includes the format may differ; ``acc`` does not.
+    """
+    right = data["acc"] if "acc" in data else [None] * len(data)
+    return [float(score if acc is None else acc) for acc, score in zip(right, data["score"], strict=True)]

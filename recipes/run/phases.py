@@ -23,7 +23,7 @@ from recipes.algorithms.kl import KL_ESTIMATORS
 from recipes.algorithms.mismatch import correction_metrics, difference_metrics
 from recipes.algorithms.options import AlgorithmConfig, add_loss_columns, advantage_columns
 from recipes.algorithms.penalties import overlong_penalty, penalised_rewards
-from recipes.data.curriculum import Curriculum
+from recipes.data.curriculum import Curriculum, verdicts
 from recipes.run.metrics import timed
 from rollout.engine import SamplingParams
 from workers import Roles
@@ -184,15 +184,6 @@ def in_order_of(prompts: DataProto, data: DataProto) -> DataProto:
     """The rows of the prompts' samples, in the order of the prompts."""
     places = {uid: place for place, uid in enumerate(prompts["uid"])}
     return data[np.argsort([places[uid] for uid in data["uid"]], kind="stable")]
-
-
-def verdicts(data: DataProto) -> list[float]:
-    """How good each sample is: ``acc`` where the reward gives one, else ``score``.
-
-    In a group of wrong answers a score that includes the format may differ; ``acc`` does not.
-    """
-    right = data["acc"] if "acc" in data else [None] * len(data)
-    return [float(score if acc is None else acc) for acc, score in zip(right, data["score"], strict=True)]
 
 
 def count_prompts(data: DataProto) -> int:

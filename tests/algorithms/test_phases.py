@@ -10,13 +10,13 @@ import torch
 from dataproto import DataProto
 from dataproto.errors import InvalidConfig
 from recipes.algorithms.options import AlgorithmConfig
+from recipes.data.curriculum import verdicts
 from recipes.run.phases import (
     StepState,
     rows_with_tokens,
     sample,
     sample_informative_groups,
     shape_rewards,
-    verdicts,
 )
 from rollout.engine import SamplingParams
 from workers.cluster.local import LocalGroup
