@@ -29,22 +29,19 @@ from recipes.run.look_ahead import LookAhead
 from recipes.run.loop import Loader
 from recipes.run.metrics import Measure, measure_rollouts
 from recipes.run.phases import StepState
-from rollout.agents import Agent, AgentPlan
 from rollout.continuation import BEGUN
 from rollout.engine import SamplingParams
-from rollout.environments import EpisodeLimits, EpisodePlan, MakeEnvironment
+from rollout.environments.held_episodes import Plan
 from rollout.responses import OCCURRENCE, number_occurrences
 from workers import Roles
 from workers.roles.carried_groups import DEALT, FAILED, FINISHED, GROUPS, engine_error
+from workers.roles.rollout_worker import RolloutWorker
 
 __all__ = ["OWNER", "CarriedSamples", "CarryingRollout", "carry_samples", "staleness"]
 
 OWNER = "_owner"
 """The column of prompts with the number of the run's batch that they belong to: their samples may be carried over. Prompts
 without it, such as those of an evaluation, are decoded to their end at once."""
-
-Plan = EpisodePlan | AgentPlan
-"""How episodes are played; without one a sample is a response."""
 
 PARTS = 4
 """Parts in which the groups of a step come while nothing may be older than the weights that learn from it."""
@@ -238,15 +235,7 @@ class CarryingRollout:
             return self.group.episodes(prompts, plan, sampling)
         return next(self.in_parts(prompts, sampling, plan, parts=1))
 
-    def play(
-        self, prompts: DataProto, make_environment: MakeEnvironment, sampling: SamplingParams, limits: EpisodeLimits
-    ) -> DataProto:
-        """`episodes` in environments; see `workers.RolloutWorker.play`."""
-        return self.episodes(prompts, EpisodePlan(make_environment, limits), sampling)
-
-    def run(self, prompts: DataProto, agent: Agent, sampling: SamplingParams, limits: EpisodeLimits) -> DataProto:
-        """`episodes` of an agent; see `workers.RolloutWorker.run`."""
-        return self.episodes(prompts, AgentPlan(agent, limits), sampling)
+    play, run = RolloutWorker.play, RolloutWorker.run  # which make the plan of `episodes`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
