@@ -22,7 +22,7 @@ from recipes.geo3k_grpo import main
 from workers.cluster.host import Host
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import StepBlobs, running_ray
-from workers.cluster.ray_launcher import RayPool
+from workers.cluster.ray_launcher import PlannedPool, RayPool
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.layout import Layout
 
@@ -41,7 +41,7 @@ def test_a_tensor_parallel_group_has_one_node(cluster, monkeypatch):
     add_nodes(cluster, 3, 3)
     config = RayConfig(address=cluster.address)
     with running_ray(config, 4):
-        pool = RayPool(Layout(dp=2, tp=2), config, StepBlobs())
+        pool = RayPool(PlannedPool(Layout(dp=2, tp=2), config), StepBlobs())
         pool.connect()
         nodes = [place.node for place in pool.placements]
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
@@ -50,7 +50,7 @@ def test_a_tensor_parallel_group_has_one_node(cluster, monkeypatch):
         with pytest.raises(
             InvalidConfig, match=r"processes with \{'CPU': 4.0\} for every 4, which share a node, do not fit"
         ):
-            RayPool(Layout(tp=4), config, StepBlobs())
+            RayPool(PlannedPool(Layout(tp=4), config), StepBlobs())
 
 
 class Speaking:
@@ -77,7 +77,7 @@ def test_processes_have_the_environment_of_the_options_and_print_here_if_asked(c
     environment = {"OF_THE_RUN": "geometry"}
     config = RayConfig(address=cluster.address, env_vars=environment, working_dir=str(tmp_path), show_logs=shown)
     with running_ray(config, 2):
-        pool = RayPool(Layout(dp=2), config, StepBlobs())
+        pool = RayPool(PlannedPool(Layout(dp=2), config), StepBlobs())
         pool.connect()
         group = pool.build("speaking", Speaking)
         assert group.speak() == ["geometry"]

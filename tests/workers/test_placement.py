@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 from workers.cluster.placement import Placement, rank_order, thread_shares
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import StepBlobs
-from workers.cluster.ray_launcher import RayPool
+from workers.cluster.ray_launcher import PlannedPool, RayPool
 from workers.ranks.layout import Layout
 
 
@@ -70,7 +70,7 @@ def test_ranks_of_a_scattered_placement_group_are_consecutive_on_their_nodes(mon
         cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=100 * 2**20)
     try:
         ray.init(cluster.address, log_to_driver=False)
-        pool = RayPool(Layout(dp=4), RayConfig(), StepBlobs())
+        pool = RayPool(PlannedPool(Layout(dp=4), RayConfig()), StepBlobs())
         pool.connect()
         bundles = ray.util.placement_group_table(pool.placement_group)["bundles_to_node_id"]
         first, second, third, fourth = (bundles[number] for number in range(4))

@@ -24,7 +24,7 @@ from workers.cluster.host import Host
 from workers.cluster.placement import Placement
 from workers.cluster.ray_config import RayConfig
 from workers.cluster.ray_group import RayGroup, RayHost, StepBlobs, running_ray
-from workers.cluster.ray_launcher import RayPool, share_cores
+from workers.cluster.ray_launcher import PlannedPool, RayPool, share_cores
 from workers.ranks.dispatch_modes import dispatch
 from workers.ranks.layout import Layout
 
@@ -162,7 +162,7 @@ def test_what_only_a_start_of_ray_can_set_is_refused_afterwards(late):
 
 
 def start(layout: Layout | None = None, kind: type[Worker] = Worker, **options: float) -> RayGroup:
-    pool = RayPool(layout or Layout(dp=2), RayConfig(**options), StepBlobs())
+    pool = RayPool(PlannedPool(layout or Layout(dp=2), RayConfig(**options)), StepBlobs())
     pool.connect()
     return pool.build("worker", kind)
 

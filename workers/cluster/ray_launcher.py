@@ -30,32 +30,35 @@ from workers.roles.rollout_worker import RolloutConfig, RolloutWorker, lora_stre
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class PlannedPool:
+    """The processes of a pool before they start; so many ``together``, with consecutive ranks, share a node; those of a
+    tp group always do.
+
+    ``device``: of each, its first GPU, or the CPU, if ``None``.
+    """
+
+    layout: Layout
+    config: RayConfig
+    together: int = 1
+    device: torch.device | None = None
+
+
 class RayPool:
     """The processes of one layout. The roles built on it share them and their devices."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        config: RayConfig,
-        blobs: StepBlobs,
-        together: int = 1,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, planned: PlannedPool, blobs: StepBlobs) -> None:
         """Starts the processes; `connect` waits for them.
-
-        Args:
-            together: so many consecutive ranks share a node; those of a tp group always do.
-            device: see `start_hosts`.
 
         Raises:
             InvalidConfig: the cluster has too few CPUs or GPUs.
         """
-        self.layout, self.config, self.blobs = layout, config, blobs
+        self.layout, self.config, self.blobs = planned.layout, planned.config, blobs
         self.closed_reason: str | None = None  # why no more calls are possible
         self.hosts, self.monitor, self.placement_group = ray_group.start_hosts(
-            layout.world_size, config, lcm(layout.tp, together), device
+            self.layout.world_size, self.config, lcm(self.layout.tp, planned.together), planned.device
         )
-        self.placements = [Placement("", "", (), 1)] * layout.world_size
+        self.placements = [Placement("", "", (), 1)] * self.layout.world_size
 
     def connect(self) -> None:
         """Connects the processes to each other."""
@@ -287,19 +290,6 @@ def with_absolute_paths(plan: LaunchPlan) -> LaunchPlan:
     return replace(plan, reward=reward, **roles)
 
 
-@dataclass(frozen=True)
-class PlannedPool:
-    """The processes of a pool before they start; so many ``together``, with consecutive ranks, share a node.
-
-    ``device``: of each, its first GPU, or the CPU, if ``None``.
-    """
-
-    layout: Layout
-    config: RayConfig
-    together: int = 1
-    device: torch.device | None = None
-
-
 def planned_pools(plan: LaunchPlan, config: RayConfig) -> dict[str, PlannedPool]:
     """The processes of a run: ``models``, ``engines`` unless these share the models', and ``scorers`` of a reward function.
 
@@ -343,7 +333,7 @@ def _start_pools(plan: LaunchPlan, config: RayConfig, stack: ExitStack) -> Pools
     """Starts all processes at once, and waits for them."""
     blobs, pools = StepBlobs(), Pools()
     for name, planned in planned_pools(plan, config).items():
-        pools[name] = RayPool(planned.layout, planned.config, blobs, planned.together, planned.device)
+        pools[name] = RayPool(planned, blobs)
         stack.enter_context(ending(pools[name].close))
     for pool in pools.values():
         pool.connect()
