@@ -415,7 +415,7 @@ def test_an_engine_that_fails_to_receive_weights_is_named_and_ends_the_transfer(
     sender, receiver = one, start(Layout(), timeout_s=3000.0)
     sender._pool.open_channel(receiver._pool)
     with pytest.raises(WorkerFailed, match=r"worker.refresh.*OverflowError: no room for weights"):
-        sender._pool.transfer_weights("worker", receiver)
+        sender._pool.transfer_weights("worker", receiver, torch.float32, ("named_weights",))
     for group in (sender, receiver):
         with pytest.raises(WorkerFailed, match=r"the worker processes have ended: .*no room for weights"):
             group.ranks()
@@ -428,7 +428,7 @@ def test_an_engine_that_hangs_while_receiving_weights_is_named_instead_of_the_se
     sender._pool.open_channel(receiver._pool)
     object.__setattr__(sender._pool.config, "timeout_s", 4.0)
     with pytest.raises(WorkerFailed, match=r"rank 0 on .* did not finish .*'worker.refresh'"):
-        sender._pool.transfer_weights("worker", receiver)
+        sender._pool.transfer_weights("worker", receiver, torch.float32, ("named_weights",))
     for group in (sender, receiver):
         with pytest.raises(WorkerFailed, match="the worker processes have ended"):
             group.ranks()

@@ -122,9 +122,7 @@ class Host:
         store = self._connect_store(address, rank, size, timeout_s)
         self.channel = WeightChannel(store, rank, size, self.device, timeout_s)
 
-    def send_weights(
-        self, role: str, dtype: torch.dtype | None = None, streams: Sequence[str] = ("named_weights",)
-    ) -> None:
+    def send_weights(self, role: str, dtype: torch.dtype, streams: Sequence[str]) -> None:
         """Sends a role's weights through the channel. All ranks gather them; the one with the channel sends.
 
         Args:

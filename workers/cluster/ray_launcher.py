@@ -98,13 +98,7 @@ class RayPool:
         self.wait(ends[:1], "open channel")
         receivers.wait(ends[1:], "open channel")
 
-    def transfer_weights(
-        self,
-        role: str,
-        receivers: RayGroup,
-        dtype: torch.dtype | None = None,
-        streams: Sequence[str] = ("named_weights",),
-    ) -> None:
+    def transfer_weights(self, role: str, receivers: RayGroup, dtype: torch.dtype, streams: Sequence[str]) -> None:
         """Sends a role's weights, in ``dtype``, through the channel, while the other group's `refresh` receives them.
 
         Args:
