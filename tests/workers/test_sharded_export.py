@@ -66,7 +66,9 @@ def an_export_loads(name: str, layout: Layout, in_background: bool = False, **op
         for number, parameter in enumerate(worker.module.parameters()):
             parameter.add_(0.1 + 0.01 * (number % 5))
     target = shared_folder() / f"{name} {layout} {in_background} {sorted(options)}"
-    expected = {each: weight.clone() for each, weight in all_named_weights(worker.module.model, ranks)}
+    expected = {
+        each: weight.clone() for each, weight in all_named_weights(worker.module.model, ranks, None, None, merged=True)
+    }
     write = ShardedExport._write
 
     def counted(export: ShardedExport, file: Any, tensors: dict[str, torch.Tensor]) -> None:

@@ -118,11 +118,7 @@ def _gather_bucket(bucket: list[Any], mesh: DeviceMesh, dtype: torch.dtype) -> I
 
 
 def all_named_weights(
-    model: nn.Module,
-    ranks: Ranks,
-    dtype: torch.dtype | None = None,
-    in_float32: InFloat32 | None = None,
-    merged: bool = True,
+    model: nn.Module, ranks: Ranks, dtype: torch.dtype | None, in_float32: InFloat32 | None, merged: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """`named_weights` of all pipeline stages on every rank, stage by stage. A weight that two stages hold is yielded once."""
     entries = [(name, weight.shape, kind) for name, weight, kind in base_parameters(model, dtype, in_float32)]
@@ -130,9 +126,7 @@ def all_named_weights(
     return _of_all_stages(named_weights(model, dtype, in_float32, merged), entries, ranks)
 
 
-def all_adapter_weights(
-    model: nn.Module, ranks: Ranks, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def all_adapter_weights(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """`adapter_weights` of all pipeline stages on every rank."""
     entries = [
         (name, weight.shape, dtype or weight.dtype)

@@ -37,12 +37,7 @@ class Precision:
     """The dtype that one model computes in, in its layout."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        ranks: Ranks,
-        options: ModelConfig,
-        device_type: str,
-        exact: Collection[nn.Parameter] = (),
+        self, model: nn.Module, ranks: Ranks, options: ModelConfig, device_type: str, exact: Collection[nn.Parameter]
     ) -> None:
         """``exact``: parameters that are used in float32 whatever the model computes in."""
         self.dtype = compute_dtype(options.dtype, device_type)
