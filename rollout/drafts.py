@@ -46,9 +46,11 @@ class _Comparison:
         """Whether the next pass has drafts."""
         if not self.done:
             return len(self.passes[1]) < TRIAL
-        (without, with_drafts), times = zip(*(zip(*part, strict=True) for part in self.passes), strict=True)
-        least, drafted = map(median, times)  # a pass with drafts computes more: a shorter one tells of a busy host
-        return fmean(with_drafts) / max(least, drafted) > fmean(without) / least
+        (tokens, seconds), (drafted_tokens, drafted_seconds) = (zip(*part, strict=True) for part in self.passes)
+        plain = median(seconds)
+        # A pass with drafts computes more than one without. If it seems shorter, the host was busy in the other.
+        drafted = max(plain, median(drafted_seconds))
+        return fmean(drafted_tokens) / drafted > fmean(tokens) / plain
 
     def note(self, drafted: bool, tokens: float, seconds: float, changed: bool) -> None:
         """A pass has given so many tokens a row. If it ``changed`` the way, it took time that the next ones do not take."""

@@ -26,7 +26,7 @@ from rollout.prompts.prepared_rows import conversation_of, invalid_row
 WAY_OUT = "(--on-bad-row skip leaves such rows out)"
 
 COMPARED = 8
-"""Rows, from the first to the last, whose texts tell a data set from another one of its length."""
+"""The number of rows, spread from the first to the last, whose texts tell a data set from another one of equal length."""
 
 Draw = tuple[str, int, Any]
 """Name of the occurrence, place of the row, and the raw row if rows cannot be looked up by place, else None."""
@@ -350,8 +350,8 @@ def _of_sources(rows: Any, measure: Callable[[Any], Any]) -> Any:
 
 
 def _texts_digest(rows: Any) -> str | None:
-    """A digest of what some rows ask, and what is right, of those that can be read; media and their paths do not count. None for
-    a stream.
+    """A digest of the conversations and answers of `COMPARED` rows. Media and their paths do not count, nor do rows that cannot
+    be read. ``None`` for a stream.
 
     >>> _texts_digest([{"prompt": "2 + 2?"}]) == _texts_digest([{"prompt": "2 + 2?", "media_root": "/data"}])
     True

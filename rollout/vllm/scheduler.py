@@ -172,8 +172,10 @@ class _Decoding:
         return left
 
     def _take_waiting_samples(self) -> list[Any]:
-        """Takes off the queue, of the requests that have room to begin, those that wait for a state of their prompt, which
-        another sample reads, and then the requests behind them too.
+        """Takes requests off the queue that do not begin in this step, and returns them.
+
+        Among the requests that have room to begin, these are the samples of a prompt that another sample is reading. If there
+        are some, the requests behind the room wait too.
         """
         own: Any = self
         room = min(own.max_num_running_reqs - len(own.running), len(own.waiting))
@@ -182,7 +184,9 @@ class _Decoding:
         unit = own.kv_cache_manager.block_pool.hash_block_size
 
         def units(row: Any) -> int:
-            """Whose hashes a sample needs. Its state is at their end, or one unit earlier next to drafts by a head."""
+            """The units of a prompt that a sample can find in the cache. The state is at their end, or, next to drafts by a head,
+            one unit earlier.
+            """
             return int(row.num_prompt_tokens - (not self._by_head)) // unit
 
         def prompt(row: Any) -> Any:

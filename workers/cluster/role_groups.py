@@ -116,7 +116,7 @@ class Roles:
     scores_apart: bool = False  # whether a reward function scores in processes of its own, on no device of the models
     ways: Mapping[str, str] = field(default_factory=dict)  # how one gets an optional role, where not by `launch`
     send_ahead: Callable[[DataProto], object] = lambda data: None
-    """Sends roles in other processes the media of a batch that the next step samples from. A thread may call it."""
+    """Sends the media of the next step's batch to roles in other processes, while a step runs. A thread may call it."""
 
     @property
     def reference(self) -> Any:

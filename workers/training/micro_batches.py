@@ -199,7 +199,7 @@ def as_index(rows: np.ndarray) -> slice | Tensor:
 
 
 Conclude = Callable[[MicroBatch, Any], None]
-"""Takes a micro-batch and its outputs, and passes its loss back as far as to them."""
+"""Takes a micro-batch and its outputs, and runs the backward pass from its loss to these outputs."""
 
 
 class MicroBatchFeed:
@@ -227,7 +227,8 @@ class MicroBatchFeed:
     def conclude(self, number: int, rows: PackedRows, scores: Tensor, entropies: Tensor | None) -> Tensor:
         """From the result of `PackedVLM.forward` to the number () that the backward pass starts from.
 
-        That of the loss function is made here already: an error in it stops none of the stages, which wait for each other.
+        The backward pass of the loss function runs here already, so that an error in it stops no stage: stages wait for each
+        other.
         """
         part, given = self.parts[number], [each for each in (scores, entropies) if each is not None]
         leaves = [each.detach().requires_grad_(each.requires_grad) for each in given]
